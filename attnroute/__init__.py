@@ -1,0 +1,70 @@
+"""attnroute: an attention backend dispatcher with capability tables.
+
+Importing this package loads neither torch nor the tables; each public name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from attnroute._version import __version__
+
+if TYPE_CHECKING:
+    from attnroute import masks
+    from attnroute.api import attention, explain
+    from attnroute.call import Call
+    from attnroute.engine.decide import decide
+    from attnroute.engine.decision import Decision, Verdict
+    from attnroute.engine.finding import Finding
+    from attnroute.errors import AttnRouteError, NoBackendError
+    from attnroute.host import Host
+    from attnroute.policy import Policy
+    from attnroute.settings import override
+
+_HOMES = {
+    "AttnRouteError": "attnroute.errors",
+    "Call": "attnroute.call",
+    "Decision": "attnroute.engine.decision",
+    "Finding": "attnroute.engine.finding",
+    "Host": "attnroute.host",
+    "NoBackendError": "attnroute.errors",
+    "Policy": "attnroute.policy",
+    "Verdict": "attnroute.engine.decision",
+    "attention": "attnroute.api",
+    "decide": "attnroute.engine.decide",
+    "explain": "attnroute.api",
+    "override": "attnroute.settings",
+}
+
+__all__ = [
+    "AttnRouteError",
+    "Call",
+    "Decision",
+    "Finding",
+    "Host",
+    "NoBackendError",
+    "Policy",
+    "Verdict",
+    "__version__",
+    "attention",
+    "decide",
+    "explain",
+    "masks",
+    "override",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name == "masks":
+        return import_module("attnroute.masks")
+    if name not in _HOMES:
+        msg = f"module 'attnroute' has no attribute {name!r}"
+        raise AttributeError(msg)
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

@@ -1,0 +1,169 @@
+"""From the tensors of a call to the question as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from attnroute.call import AlibiBias, Bias, Call, Context, DenseBias, MaskNode, Strides
+from attnroute.executors._repairs import is_packed
+from attnroute.masks.nodes import All, Causal, Dense, Extent, Mask, Window
+from attnroute.masks.tensors import as_4d, dense_node, is_aligned
+
+if TYPE_CHECKING:
+    from attnroute.vocabulary import Alignment, Dtype, Layout, ScaleSign, Transform
+
+
+@dataclass(slots=True)
+class Arguments:
+    """The arguments of one `attention()` call, as given."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | Mask | None
+    bias: Tensor | None
+    is_causal: bool
+    causal_alignment: str | None
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float
+    sink: Tensor | None
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    layout: str
+    deterministic: bool
+    return_lse: bool
+    training: bool
+    transform: str | None
+
+
+def extent_of(args: Arguments) -> Extent:
+    """Return batch, query heads and lengths."""
+    heads_at, length_at = (1, 2) if args.layout == "bhsd" else (2, 1)
+    shape, kv_shape = args.query.shape, args.key.shape
+    return Extent(shape[0], shape[heads_at], shape[length_at], kv_shape[length_at], args.query.device)
+
+
+def mask_of(args: Arguments) -> Mask | None:
+    """Return everything that masks as one object: the mask, is_causal and window hold together."""
+    parts: list[Mask] = []
+    if isinstance(args.mask, Mask):
+        parts.extend(args.mask.nodes)
+    elif isinstance(args.mask, Tensor) and args.mask.dtype == torch.bool:
+        parts.append(Dense(args.mask))
+    alignment = cast("Alignment", args.causal_alignment or "top_left")
+    if args.is_causal:
+        parts.append(Causal(alignment))
+    if args.window is not None:
+        left, right = args.window
+        parts.append(Window(left, right, alignment))
+    if not parts:
+        return None
+    if isinstance(args.mask, Mask) and len(parts) == len(args.mask.nodes):
+        return args.mask
+    return parts[0] if len(parts) == 1 else All(tuple(parts))
+
+
+def bias_of(args: Arguments) -> Tensor | None:
+    """Return the bias; a float mask is one, and both add up."""
+    mask = args.mask
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+        return mask if args.bias is None else mask + args.bias
+    return args.bias
+
+
+def call_of(args: Arguments, extent: Extent, mask: Mask | None, *, look: bool) -> Call:
+    """Return the question.
+
+    Args:
+        args: The arguments.
+        extent: Their sizes.
+        mask: `mask_of(args)`.
+        look: Dense bool masks may be looked into.
+    """
+    heads_at = 1 if args.layout == "bhsd" else 2
+    return Call(
+        dtype=dtype_word(args.query.dtype),
+        batch=extent.batch,
+        num_heads_q=extent.num_heads_q,
+        num_heads_kv=args.key.shape[heads_at],
+        seqlen_q=extent.seqlen_q,
+        seqlen_kv=extent.seqlen_kv,
+        head_dim_qk=args.query.shape[-1],
+        head_dim_v=args.value.shape[-1],
+        layout=cast("Layout", args.layout),
+        phase="training" if args.training else "inference",
+        mask=_nodes(mask, extent, look=look),
+        bias=_bias(args, bias_of(args)),
+        scale=scale_sign(args.scale),
+        softcap=float(args.softcap),
+        sink=args.sink is not None,
+        dropout_p=float(args.dropout_p),
+        deterministic=args.deterministic,
+        return_lse=args.return_lse,
+        qkv_requires_grad=any(t.requires_grad for t in (args.query, args.key, args.value)),
+        strides=_strides(args, heads_at),
+        context=Context(transform=cast("Transform | None", args.transform)),
+    )
+
+
+def dtype_word(dtype: torch.dtype) -> Dtype:
+    """Return the vocabulary's word for a torch dtype."""
+    return cast("Dtype", str(dtype).removeprefix("torch."))
+
+
+def scale_sign(scale: float | None) -> ScaleSign:
+    """Return what kernels care about in a scale."""
+    if scale is None or scale > 0:
+        return "positive"
+    return "negative" if scale < 0 else "zero"
+
+
+def _nodes(mask: Mask | None, extent: Extent, *, look: bool) -> tuple[MaskNode, ...]:
+    if mask is None:
+        return ()
+    nodes: list[MaskNode] = []
+    for part in mask.nodes:
+        if isinstance(part, Dense):
+            nodes.append(dense_node(part.tensor, extent, look=look))
+        else:
+            nodes.extend(part.describe(extent))
+    return tuple(nodes)
+
+
+def _bias(args: Arguments, bias: Tensor | None) -> Bias | None:
+    if args.alibi_slopes is not None:
+        return AlibiBias()
+    if bias is None:
+        return None
+    full = as_4d(bias)
+    return DenseBias(
+        dtype=dtype_word(bias.dtype),
+        shape=tuple(bias.shape),
+        requires_grad=bias.requires_grad and torch.is_grad_enabled(),
+        last_dim_contiguous=full.stride(-1) == 1,
+        aligned=args.transform is not None or is_aligned(full),
+    )
+
+
+def _strides(args: Arguments, heads_at: int) -> Strides:
+    tensors = (args.query, args.key, args.value)
+    if args.transform is not None:
+        # Inside a functorch transform a tensor has no memory of its own to ask about.
+        return Strides()
+    return Strides(
+        last_dim_contiguous=all(t.stride(-1) == 1 for t in tensors),
+        packed=all(t.is_contiguous() or t.transpose(1, 2).is_contiguous() for t in tensors),
+        aligned_16=all(_aligned(t) for t in tensors),
+        kv_heads_expanded=any(t.shape[heads_at] > 1 and t.stride(heads_at) == 0 for t in tensors[1:]),
+    )
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Start and rows at multiples of 16 bytes; rows that follow each other without a gap are as they must be."""
+    gapless = tensor.is_contiguous() or tensor.transpose(1, 2).is_contiguous() or tensor.stride(-1) != 1
+    return tensor.data_ptr() % 16 == 0 if gapless else is_packed(tensor)

@@ -1,0 +1,191 @@
+"""From a question to something that runs: decide once per class of calls, remember, look up."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from attnroute.api.question import Arguments, bias_of, call_of, extent_of, mask_of
+from attnroute.api.validate import check_extras, check_tensors
+from attnroute.call import DenseNode
+from attnroute.engine.decide import decide
+from attnroute.engine.decision import Decision
+from attnroute.errors import NoBackendError, QuadraticAttentionWarning
+from attnroute.executors._inputs import Inputs, Plan
+from attnroute.executors._repairs import Run, run_repaired
+from attnroute.executors.registry import executor
+from attnroute.masks.lowered import FULL, LoweredMask
+from attnroute.masks.nodes import Causal, Dense, Extent, Mask, Window
+from attnroute.probes.torch_host import host_of
+from attnroute.report.log import announce
+from attnroute.report.text import render_failure, render_quadratic
+from attnroute.tables.load import load
+from attnroute.vocabulary import SLOW_TIER
+
+if TYPE_CHECKING:
+    from attnroute.policy import Policy
+
+ROUTE_LIMIT = 16384
+"""Remembered routes; above this the memory starts anew, so that ever new lengths cannot grow it without end."""
+
+Output = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The executable outcome of one decision.
+
+    Attributes:
+        decision: What was decided and why.
+        plan: How it runs.
+        run: The backend's executor.
+        mask: The lowered mask where no tensor takes part in it, else None: it is then lowered per call.
+        seen: What recognised dense tensors are replaced by, by place in the conjunction.
+    """
+
+    decision: Decision
+    plan: Plan
+    run: Run
+    mask: LoweredMask | None
+    seen: tuple[tuple[Causal, ...] | None, ...]
+
+
+_ROUTES: dict[object, Route] = {}
+
+
+def lookup(key: object) -> Route | None:
+    """Return the remembered route of a class of calls."""
+    return _ROUTES.get(key)
+
+
+def forget() -> None:
+    """Drop every remembered route, e.g. after tables changed."""
+    _ROUTES.clear()
+
+
+def make(args: Arguments, policy: Policy, key: object) -> Route:
+    """Decide and remember.
+
+    Raises:
+        ArgumentError: The arguments mean nothing.
+        NoBackendError: No backend may run the call; the message holds every reason.
+    """
+    decision = decision_of(args, policy)
+    if decision.selected is None:
+        raise NoBackendError(render_failure(decision), decision)
+    verdict = decision.verdict(decision.selected)
+    if decision.selected in SLOW_TIER and verdict.score_bytes > policy.quadratic_limit_bytes:
+        warnings.warn(render_quadratic(decision), QuadraticAttentionWarning, stacklevel=4)
+    announce(decision)
+    route = _route(args, decision)
+    if len(_ROUTES) >= ROUTE_LIMIT:
+        _ROUTES.clear()
+    _ROUTES[key] = route
+    return route
+
+
+def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Decision:
+    """Check the arguments and decide, running nothing.
+
+    Raises:
+        ArgumentError: The arguments mean nothing.
+    """
+    check_tensors(args)
+    extent = extent_of(args)
+    check_extras(args, extent)
+    mask = mask_of(args)
+    call = call_of(args, extent, mask, look=policy.recognize)
+    host = host_of(args.query.device.type, args.query.device.index)
+    return decide(call, host, load(policy.tables), policy, advise=advise)
+
+
+def execute(route: Route, args: Arguments) -> Output:
+    """Run one call along its route. Shapes of the result are those of the caller's layout."""
+    query, key, value = args.query, args.key, args.value
+    if args.layout == "bshd":
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    inputs = Inputs(
+        query,
+        key,
+        value,
+        bias=bias_of(args),
+        scale=args.scale,
+        softcap=args.softcap,
+        sink=args.sink,
+        alibi_slopes=args.alibi_slopes,
+        dropout_p=args.dropout_p,
+    )
+    if route.mask is not None:
+        inputs.mask = route.mask
+    else:
+        _lower(inputs, route, args)
+    out, lse = run_repaired(route.run, inputs, route.plan)
+    return (out.transpose(1, 2) if args.layout == "bshd" else out), lse
+
+
+def _route(args: Arguments, decision: Decision) -> Route:
+    verdict = decision.verdict(decision.selected or "")
+    plan = Plan(
+        backend=verdict.backend,
+        repairs=tuple(r for r in verdict.repairs if r != "recognize_mask"),
+        training=args.training,
+        return_lse=args.return_lse,
+        device_type=args.query.device.type,
+    )
+    mask = mask_of(args)
+    seen = _seen(decision, verdict.repairs)
+    parts = _parts(mask, seen)
+    constant = None
+    if all(isinstance(p, Causal | Window) for p in parts):
+        constant = _lowered(parts, extent_of(args))
+    return Route(decision, plan, executor(verdict.backend), constant, seen)
+
+
+def _seen(decision: Decision, repairs: tuple[str, ...]) -> tuple[tuple[Causal, ...] | None, ...]:
+    if "recognize_mask" not in repairs:
+        return (None,) * len(decision.call.mask)
+    found: list[tuple[Causal, ...] | None] = []
+    for node in decision.call.mask:
+        said = node.recognized if isinstance(node, DenseNode) else None
+        found.append(None if said is None else tuple(Causal(n.alignment) for n in said))
+    return tuple(found)
+
+
+def _parts(mask: Mask | None, seen: tuple[tuple[Causal, ...] | None, ...]) -> tuple[Mask, ...]:
+    if mask is None:
+        return ()
+    parts: list[Mask] = []
+    for part, said in zip(mask.nodes, seen, strict=True):
+        parts.extend((part,) if said is None else said)
+    return tuple(parts)
+
+
+def _lowered(parts: tuple[Mask, ...], extent: Extent) -> LoweredMask:
+    lowered = FULL
+    for part in parts:
+        lowered = part.lower(lowered, extent)
+    return _simplified(lowered, extent)
+
+
+def _simplified(lowered: LoweredMask, extent: Extent) -> LoweredMask:
+    """Open the sides of the band that rule nothing out, as `masks.normalize` does for the decision."""
+    low, high = lowered.band_lo, lowered.band_hi
+    if low is not None and low <= -(extent.seqlen_q - 1):
+        low = None
+    if high is not None and high >= extent.seqlen_kv - 1:
+        high = None
+    return replace(lowered, band_lo=low, band_hi=high)
+
+
+def _lower(inputs: Inputs, route: Route, args: Arguments) -> None:
+    mask = mask_of(args)
+    inputs.mask = _lowered(_parts(mask, route.seen), extent_of(args))
+    whole = mask is not None and (mask is args.mask or len(mask.nodes) == 1)
+    if whole and isinstance(mask, Dense) and mask is not args.mask:
+        inputs.mask_owner = mask.tensor
+    elif whole and mask is args.mask:
+        inputs.mask_owner = mask
+

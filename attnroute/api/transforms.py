@@ -1,0 +1,38 @@
+"""Which functorch transform or forward-mode level surrounds a call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_peek = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+_TransformType = torch._C._functorch.TransformType  # type: ignore[attr-defined]
+
+
+def active_transform(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Return "vmap", "forward_ad", "double_backward" or None; a plain call pays two attribute reads."""
+    interpreter = _peek()
+    if interpreter is not None:
+        return _functorch(interpreter)
+    if forward_ad._current_level >= 0 and any(_is_dual(t) for t in (query, key, value)):
+        return "forward_ad"
+    return None
+
+
+def _functorch(interpreter: object) -> str:
+    kinds = {
+        _TransformType.Vmap: "vmap",
+        _TransformType.Jvp: "forward_ad",
+    }
+    # functorch's grad may be nested, and its inner level cannot be told from the outside: only the composite is
+    # differentiable at every level.
+    return kinds.get(interpreter.key(), "double_backward")  # type: ignore[attr-defined]
+
+
+def _is_dual(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None

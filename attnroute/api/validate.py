@@ -1,0 +1,214 @@
+"""Arguments of `attention()` that mean nothing are refused here, before any decision or kernel."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnroute.errors import ArgumentError, argument_error
+from attnroute.masks.nodes import Mask
+from attnroute.masks.tensors import check_dense
+from attnroute.vocabulary import DTYPES
+
+if TYPE_CHECKING:
+    from attnroute.api.question import Arguments
+    from attnroute.masks.nodes import Extent
+
+LAYOUTS = ("bhsd", "bshd")
+_DIMS = 4
+
+
+def check_tensors(args: Arguments) -> None:
+    """Check query, key and value against each other.
+
+    Raises:
+        ArgumentError: One is no 4-D dense tensor, or devices, dtypes or shapes do not fit together.
+    """
+    if args.layout not in LAYOUTS:
+        to_do = 'pass documents as masks.Documents(cu_seqlens=...) instead' if args.layout == "thd" else "pick one"
+        raise argument_error("layout", f"one of {', '.join(LAYOUTS)}", repr(args.layout), to_do)
+    for name in ("query", "key", "value"):
+        _check_tensor(name, getattr(args, name))
+    query, key, value = args.query, args.key, args.value
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.device != query.device:
+            raise argument_error(name, f"query's device ({query.device})", tensor.device, "move it there")
+        if tensor.dtype != query.dtype:
+            raise argument_error(name, f"query's dtype ({query.dtype})", tensor.dtype, "cast it")
+    if str(query.dtype).removeprefix("torch.") not in DTYPES:
+        raise argument_error("query", f"a dtype among {', '.join(DTYPES)}", query.dtype, "cast query, key and value")
+    _check_shapes(args)
+
+
+def check_extras(args: Arguments, extent: Extent) -> None:
+    """Check everything beside query, key and value.
+
+    Raises:
+        ArgumentError: An argument is out of range, of the wrong type or shape, or on another device.
+    """
+    _check_numbers(args)
+    _check_causal(args, extent)
+    _check_mask(args, extent)
+    if args.bias is not None:
+        _check_bias("bias", args.bias, args, extent)
+    heads = extent.num_heads_q
+    if args.sink is not None:
+        _check_vector("sink", args.sink, args, [(heads,)])
+    if args.alibi_slopes is not None:
+        _check_vector("alibi_slopes", args.alibi_slopes, args, [(heads,), (extent.batch, heads)])
+        if args.bias is not None:
+            raise argument_error(
+                "alibi_slopes", "no bias beside it", "both", "add the ALiBi term to the bias yourself"
+            )
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise argument_error(name, "a torch.Tensor", type(tensor).__name__, "convert it")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise argument_error(
+            name,
+            "a dense strided tensor",
+            "a nested or sparse one",
+            "pack the sequences and pass masks.Documents(cu_seqlens=...)",
+        )
+    if tensor.dim() != _DIMS:
+        raise argument_error(
+            name,
+            "4 dimensions (batch, num_heads, seqlen, head_dim)",
+            f"shape {tuple(tensor.shape)}",
+            "add the missing dimensions with unsqueeze",
+        )
+
+
+def _check_shapes(args: Arguments) -> None:
+    heads_at, length_at = (1, 2) if args.layout == "bhsd" else (2, 1)
+    query, key, value = (tuple(t.shape) for t in (args.query, args.key, args.value))
+    for name, shape in (("key", key), ("value", value)):
+        if shape[0] != query[0]:
+            raise argument_error(
+                name, f"query's batch size ({query[0]})", shape[0], "expand it to the batch of the query"
+            )
+    if key[3] != query[3]:
+        raise argument_error("key", f"query's head_dim ({query[3]})", key[3], "check the projection sizes")
+    if value[length_at] != key[length_at]:
+        raise argument_error(
+            "value", f"key's length ({key[length_at]})", value[length_at], "check that layout is right"
+        )
+    if value[heads_at] != key[heads_at]:
+        raise argument_error("value", f"as many heads as key ({key[heads_at]})", value[heads_at], "repeat heads first")
+    if min(query[3], value[3]) == 0:
+        raise argument_error("query and value", "a head_dim of at least 1", f"{query[3]} and {value[3]}", "check them")
+    heads_q, heads_kv = query[heads_at], key[heads_at]
+    if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
+        raise argument_error(
+            "query",
+            f"a number of heads that key's {heads_kv} heads divide",
+            heads_q,
+            "repeat key/value heads, or check that layout is right",
+        )
+
+
+def _check_numbers(args: Arguments) -> None:
+    numbers = (("scale", args.scale), ("softcap", args.softcap), ("dropout_p", args.dropout_p))
+    for name, value in numbers:
+        if value is not None and (isinstance(value, Tensor) or not isinstance(value, int | float)):
+            raise argument_error(name, "a Python number", type(value).__name__, "pass value.item() or a constant")
+    if args.scale is not None and not math.isfinite(args.scale):
+        raise argument_error("scale", "a finite number", args.scale, "pass None for head_dim_qk ** -0.5")
+    if not 0.0 <= args.dropout_p < 1.0:
+        raise argument_error("dropout_p", "a probability in [0, 1)", args.dropout_p, "pass 0.0 to switch it off")
+    if not (args.softcap >= 0.0 and math.isfinite(args.softcap)):
+        raise argument_error("softcap", "a finite number of at least 0", args.softcap, "pass 0.0 to switch it off")
+
+
+def _check_causal(args: Arguments, extent: Extent) -> None:
+    if args.causal_alignment not in (None, "top_left", "bottom_right"):
+        raise argument_error(
+            "causal_alignment",
+            'one of "top_left" and "bottom_right"',
+            repr(args.causal_alignment),
+            "state which corner the diagonal ends in",
+        )
+    uses_diagonal = args.is_causal or args.window is not None
+    if uses_diagonal and args.causal_alignment is None and extent.seqlen_q != extent.seqlen_kv:
+        raise argument_error(
+            "causal_alignment",
+            '"top_left" (as scaled_dot_product_attention) or "bottom_right" (cached decoding) when seqlen_q != seqlen_kv',
+            f"None with seqlen_q = {extent.seqlen_q} and seqlen_kv = {extent.seqlen_kv}",
+            "state it",
+        )
+
+
+def _check_mask(args: Arguments, extent: Extent) -> None:
+    mask = args.mask
+    if mask is None:
+        return
+    if isinstance(mask, Mask):
+        mask.check(extent)
+        _check_mask_devices(mask, args)
+        return
+    if not isinstance(mask, Tensor):
+        raise argument_error(
+            "mask", "a bool tensor, a float tensor or a mask object", type(mask).__name__, "see attnroute.masks"
+        )
+    if mask.device != args.query.device:
+        raise argument_error("mask", f"query's device ({args.query.device})", mask.device, "move it there")
+    if mask.dtype == torch.bool:
+        check_dense("mask", mask, extent)
+    else:
+        _check_bias("mask", mask, args, extent)
+
+
+def _check_mask_devices(mask: Mask, args: Arguments) -> None:
+    for node in mask.nodes:
+        tensor = getattr(node, "tensor", None)
+        if tensor is not None and tensor.dtype != torch.bool:
+            raise argument_error("mask Dense", "a bool tensor", tensor.dtype, "pass a float tensor as bias")
+        if tensor is not None and tensor.device != args.query.device:
+            raise argument_error("mask", f"query's device ({args.query.device})", tensor.device, "move it there")
+
+
+def _check_bias(name: str, bias: Tensor, args: Arguments, extent: Extent) -> None:
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        required = "a bool or floating-point tensor" if name == "mask" else "a floating-point tensor"
+        raise argument_error(name, required, got, "convert it, e.g. mask.bool()")
+    if bias.device != args.query.device:
+        raise argument_error(name, f"query's device ({args.query.device})", bias.device, "move it there")
+    check_dense(name, bias, extent)
+
+
+def _check_vector(name: str, tensor: Tensor, args: Arguments, shapes: list[tuple[int, ...]]) -> None:
+    required = f"a floating-point tensor of shape {' or '.join(map(str, shapes))} on {args.query.device}"
+    fits = (
+        isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+        and tuple(tensor.shape) in shapes
+        and tensor.device == args.query.device
+    )
+    if not fits:
+        got = (
+            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            if isinstance(tensor, Tensor)
+            else type(tensor).__name__
+        )
+        raise argument_error(name, required, got, "pass one number per query head")
+
+
+def refuse_layout_arguments(**given: object) -> None:
+    """Refuse the arguments of layout "thd", which no path honours yet.
+
+    Raises:
+        ArgumentError: One of them was given.
+    """
+    for name, value in given.items():
+        if value is not None:
+            msg = (
+                f"{name} requires layout thd, which attention() does not take yet; got {type(value).__name__}; pass "
+                "masks.Documents(cu_seqlens=...) with a batch of 1."
+            )
+            raise ArgumentError(msg)

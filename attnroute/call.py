@@ -1,0 +1,201 @@
+"""The question as plain data: what one attention call is, without any tensor.
+
+Everything that a rule may ask about a call is in `Call` or computed from it by `attnroute.facts`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from attnroute.vocabulary import (
+    Alignment,
+    Distributed,
+    Dtype,
+    EmptyRows,
+    Layout,
+    Phase,
+    ScaleSign,
+    Transform,
+)
+
+Count = Annotated[int, Field(ge=0)]
+Dynamic = Literal["batch", "seqlen_q", "seqlen_kv"]
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CausalNode(_Plain):
+    """Query i may attend key j only if j <= i (top_left) or j <= i + seqlen_kv - seqlen_q (bottom_right)."""
+
+    kind: Literal["causal"] = "causal"
+    alignment: Alignment = "top_left"
+
+
+class WindowNode(_Plain):
+    """Keys from `left` before to `right` after the diagonal, both inclusive; None leaves that side open."""
+
+    kind: Literal["window"] = "window"
+    left: Count | None = None
+    right: Count | None = None
+    alignment: Alignment = "top_left"
+
+
+class DocumentsNode(_Plain):
+    """Packed documents: a query attends only keys of its own document.
+
+    `lengths` are the same documents for every batch row; None when only the device knows them.
+    `contiguous` is false when nobody said that a document's tokens lie side by side (ids per token).
+    """
+
+    kind: Literal["documents"] = "documents"
+    lengths: tuple[Count, ...] | None = None
+    contiguous: bool = True
+
+
+class KeyPaddingNode(_Plain):
+    """Per batch row, only some keys exist.
+
+    `lengths` counts them when the padding is on the right (or on the left, with `side`); None when only
+    the device knows.
+    """
+
+    kind: Literal["key_padding"] = "key_padding"
+    lengths: tuple[Count, ...] | None = None
+    side: Literal["right", "left", "any"] = "right"
+
+
+class PrefixNode(_Plain):
+    """Causal, except that the first `lengths[b]` keys of a row are visible to every query."""
+
+    kind: Literal["prefix"] = "prefix"
+    lengths: tuple[Count, ...] | None = None
+
+
+class DenseNode(_Plain):
+    """A bool tensor, True = attend.
+
+    Attributes:
+        shape: As given; broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv).
+        aligned: Row, head and batch strides are multiples of 8 elements.
+        empty_rows: Whether some query may attend no key, if somebody looked.
+        recognized: The nodes that say the same as this tensor, if somebody looked and found them.
+    """
+
+    kind: Literal["dense"] = "dense"
+    dtype: Literal["bool"] = "bool"
+    shape: tuple[Count, ...]
+    requires_grad: bool = False
+    last_dim_contiguous: bool = True
+    aligned: bool = True
+    empty_rows: EmptyRows = "unknown"
+    recognized: tuple[CausalNode, ...] | None = None
+
+
+class FunctionNode(_Plain):
+    """A predicate over (batch, head, query index, key index), e.g. FlexAttention's mask_mod."""
+
+    kind: Literal["function"] = "function"
+    block_mask_shape: tuple[Count, ...] | None = None
+
+
+MaskNode = Annotated[
+    CausalNode | WindowNode | DocumentsNode | KeyPaddingNode | PrefixNode | DenseNode | FunctionNode,
+    Field(discriminator="kind"),
+]
+
+
+class DenseBias(_Plain):
+    """A float tensor added to the scaled scores; broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv)."""
+
+    kind: Literal["dense"] = "dense"
+    dtype: Dtype
+    shape: tuple[Count, ...]
+    requires_grad: bool = False
+    last_dim_contiguous: bool = True
+    aligned: bool = True
+    empty_rows: EmptyRows = "unknown"
+
+
+class AlibiBias(_Plain):
+    """One slope per head times minus the distance between query and key."""
+
+    kind: Literal["alibi"] = "alibi"
+
+
+class FunctionBias(_Plain):
+    """A score_mod: any change of a score from its value and position."""
+
+    kind: Literal["function"] = "function"
+
+
+Bias = Annotated[DenseBias | AlibiBias | FunctionBias, Field(discriminator="kind")]
+
+
+class Strides(_Plain):
+    """How query, key and value lie in memory, as far as a kernel cares."""
+
+    last_dim_contiguous: bool = True
+    packed: bool = True
+    aligned_16: bool = True
+    kv_heads_expanded: bool = False
+
+
+class Context(_Plain):
+    """What surrounds the call: compilation, capture, transforms, distribution."""
+
+    compiled: bool = False
+    cuda_graph: bool = False
+    dynamic: tuple[Dynamic, ...] = ()
+    transform: Transform | None = None
+    distributed: Distributed | None = None
+
+
+class Call(_Plain):
+    """One attention call.
+
+    Lengths and head counts are Python ints. `mask` is a conjunction. `scale` is only the sign of the
+    factor on QK^T: kernels care about nothing else. `qkv_requires_grad` tells a call that trains only
+    its bias from one that trains its inputs; None means nobody said.
+    """
+
+    dtype: Dtype
+    batch: Count
+    num_heads_q: Count
+    num_heads_kv: Count
+    seqlen_q: Count
+    seqlen_kv: Count
+    head_dim_qk: Annotated[int, Field(ge=1)]
+    head_dim_v: Annotated[int, Field(ge=1)]
+    layout: Layout = "bhsd"
+    phase: Phase = "inference"
+    mask: tuple[MaskNode, ...] = ()
+    bias: Bias | None = None
+    scale: ScaleSign = "positive"
+    softcap: Annotated[float, Field(ge=0.0)] = 0.0
+    sink: bool = False
+    dropout_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    deterministic: bool = False
+    return_lse: bool = False
+    qkv_requires_grad: bool | None = None
+    strides: Strides = Strides()
+    context: Context = Context()
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.num_heads_kv == 0 and self.num_heads_q == 0:
+            return self
+        if self.num_heads_kv == 0 or self.num_heads_q % self.num_heads_kv:
+            msg = (
+                f"num_heads_q requires a multiple of num_heads_kv; got {self.num_heads_q} and "
+                f"{self.num_heads_kv}; repeat or drop key/value heads first."
+            )
+            raise ValueError(msg)
+        return self
+
+    def with_(self, **changes: Any) -> Call:
+        """Return a validated copy with the given fields replaced."""
+        return Call.model_validate({**self.__dict__, **changes})

@@ -1,0 +1,161 @@
+"""`decide`: the only place where a backend is chosen."""
+
+from __future__ import annotations
+
+from attnroute.call import Call
+from attnroute.engine import repairs, stock, what_if
+from attnroute.engine.decision import Decision, Exclusion, Verdict
+from attnroute.engine.evaluate import evaluate, missing_needs
+from attnroute.engine.finding import Finding
+from attnroute.engine.rank import declared_order, ranked
+from attnroute.host import Host
+from attnroute.masks.normalize import normalize
+from attnroute.policy import Policy
+from attnroute.tables.load import Tables, load
+from attnroute.vocabulary import SLOW_TIER, Repair, Status
+
+
+def decide(
+    call: Call,
+    host: Host,
+    tables: Tables | None = None,
+    policy: Policy | None = None,
+    *,
+    advise: bool = False,
+) -> Decision:
+    """Choose a backend for one call on one machine.
+
+    Args:
+        call: The question.
+        host: The machine.
+        tables: The capability tables; the shipped ones by default.
+        policy: The user's wishes; none by default.
+        advise: Also compute hints and what stock scaled_dot_product_attention would run.
+
+    Returns:
+        The decision; `selected` is None when nothing may run.
+
+    Raises:
+        TableError: The tables are malformed or do not describe the host's architecture.
+    """
+    wishes = policy or Policy()
+    tables = tables or load(wishes.tables)
+    if wishes.transform is not None and call.context.transform is None:
+        context = call.context.model_copy(update={"transform": wishes.transform})
+        call = call.with_(context=context)
+    simple = normalize(call)
+    verdicts = {b: judge(simple, host, tables, b, wishes) for b in tables.backends}
+    row = declared_order(simple, host, tables)
+    order = ranked(verdicts, row, wishes)
+    decision = Decision(
+        call=call,
+        host=host,
+        policy=wishes,
+        verdicts=tuple(verdicts.values()),
+        order=order,
+        selected=order[0] if order else None,
+        why_this_order=f"{row.name}: {row.because}" if row else "no declared order applies",
+    )
+    if not advise:
+        return decision
+    advice = {"hints": what_if.hints(decision, tables, decide), "stock": stock.predict(call, host, tables)}
+    return decision.model_copy(update=advice)
+
+
+def judge(call: Call, host: Host, tables: Tables, backend: str, policy: Policy) -> Verdict:
+    """Return one backend's verdict on a normalised call, repairs included."""
+    info = tables.backends[backend]
+    found, made, extra = _repaired(call, host, tables, backend)
+    missing = missing_needs(host, info)
+    status = _status(found, missing)
+    quadratic = info.memory == "quadratic"
+    return Verdict(
+        backend=backend,
+        status=status,
+        findings=found,
+        repairs=made if status != "rejected" else (),
+        missing=missing,
+        extra_bytes=extra if status != "rejected" else 0,
+        score_bytes=stock.score_bytes(call) if quadratic else 0,
+        excluded=_exclusion(backend, status, policy),
+    )
+
+
+def _repaired(
+    call: Call, host: Host, tables: Tables, backend: str
+) -> tuple[tuple[Finding, ...], tuple[Repair, ...], int]:
+    first = evaluate(call, host, tables, backend)
+    seen = repairs.apply("recognize_mask", call)
+    if seen is not None:
+        found, made, extra = _repair_loop(seen[0], host, tables, backend)
+        if not any(f.blocks for f in found):
+            lifted = _mark(first, found, ("recognize_mask", *made))
+            return lifted, ("recognize_mask", *made), extra
+    return _repair_loop(call, host, tables, backend)
+
+
+def _repair_loop(
+    call: Call, host: Host, tables: Tables, backend: str
+) -> tuple[tuple[Finding, ...], tuple[Repair, ...], int]:
+    """Apply named repairs to the call, one at a time, until nothing that is left can be lifted."""
+    made: list[Repair] = []
+    refused: set[Repair] = set()
+    history = found = evaluate(call, host, tables, backend)
+    extra = 0
+    while True:
+        wanted = {f.repair for f in found if f.blocks} - {None} - set(made) - refused
+        choice = next((r for r in repairs.ORDER if r in wanted), None)
+        if choice is None:
+            return _mark(history, found, tuple(made)), tuple(made), extra
+        change = repairs.apply(choice, call)
+        if change is None:
+            refused.add(choice)
+            continue
+        call, size = change
+        made.append(choice)
+        extra += size
+        found = evaluate(call, host, tables, backend)
+        known = {f.rule for f in history}
+        # A repaired call can meet rows that the first one did not reach.
+        history = [*history, *(f for f in found if f.blocks and f.rule not in known)]
+
+
+def _mark(
+    before: list[Finding] | tuple[Finding, ...],
+    after: list[Finding] | tuple[Finding, ...],
+    made: tuple[Repair, ...],
+) -> tuple[Finding, ...]:
+    """Keep every finding of the call as given; say which repair lifted those that no longer block."""
+    blocked = {f.rule for f in after if f.blocks}
+    marked = []
+    for finding in before:
+        if not finding.blocks or finding.rule in blocked:
+            marked.append(finding)
+            continue
+        lifted_by = finding.repair if finding.repair in made else made[-1]
+        marked.append(finding.model_copy(update={"repaired_by": lifted_by}))
+    known = {f.rule for f in before}
+    return (*marked, *(f for f in after if f.rule not in known and f.outcome in ("fail", "unknown")))
+
+
+def _status(found: tuple[Finding, ...], missing: tuple[str, ...]) -> Status:
+    blocking = [f for f in found if f.blocks]
+    if any(f.outcome == "fail" for f in blocking):
+        return "rejected"
+    if blocking:
+        return "unknown"
+    return "unavailable" if missing else "eligible"
+
+
+def _exclusion(backend: str, status: Status, policy: Policy) -> Exclusion | None:
+    if backend in policy.ban:
+        return Exclusion(reason="banned", origin=policy.origin_of("ban"))
+    if policy.require is not None and backend != policy.require:
+        return Exclusion(reason="not_required", origin=policy.origin_of("require"))
+    if policy.require is None and policy.allow is not None and backend not in policy.allow:
+        return Exclusion(reason="not_allowed", origin=policy.origin_of("allow"))
+    if policy.strict and backend in SLOW_TIER:
+        return Exclusion(reason="strict", origin=policy.origin_of("strict"))
+    if status == "unknown" and (policy.strict or not policy.allow_unknown):
+        return Exclusion(reason="unknown", origin=policy.origin_of("allow_unknown"))
+    return None

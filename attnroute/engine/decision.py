@@ -1,0 +1,116 @@
+"""The answer as data. `explain`, the exception text and the log line are renderings of `Decision`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from attnroute.call import Call
+from attnroute.engine.finding import Finding
+from attnroute.engine.stock import Stock
+from attnroute.host import Host
+from attnroute.policy import Policy
+from attnroute.vocabulary import Repair, Status
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Exclusion(_Part):
+    """Why policy keeps a backend out, whatever its verdict."""
+
+    reason: Literal["banned", "not_allowed", "not_required", "strict", "unknown"]
+    origin: str
+
+
+class Verdict(_Part):
+    """A backend's sum.
+
+    Attributes:
+        backend: Its name.
+        status: rejected > unknown > unavailable > eligible: the worst that holds.
+        findings: Every row's finding, those that a repair lifted included.
+        repairs: What must be done to the call first, in order.
+        missing: What the backend needs and the host has not.
+        predicted_ms: Predicted time in milliseconds, None where nothing was measured.
+        extra_bytes: What the repairs allocate, in bytes.
+        score_bytes: What a quadratic backend allocates for its scores, in bytes; 0 for the others.
+        excluded: Why policy keeps it out.
+    """
+
+    backend: str
+    status: Status
+    findings: tuple[Finding, ...]
+    repairs: tuple[Repair, ...] = ()
+    missing: tuple[str, ...] = ()
+    predicted_ms: float | None = None
+    extra_bytes: int = 0
+    score_bytes: int = 0
+    excluded: Exclusion | None = None
+
+    @property
+    def blocking(self) -> tuple[Finding, ...]:
+        """The findings that keep this backend from being eligible."""
+        return tuple(f for f in self.findings if f.blocks)
+
+
+class Hint(_Part):
+    """One change that would change the choice, found by asking `decide` again.
+
+    Attributes:
+        kind: mask_object, install, upgrade, dropout, deterministic, pad_seqlen.
+        change: What changes, e.g. "flash-attn-4" or "causal".
+        version: A version that would do, for install and upgrade.
+        selects: The backend that would then be selected.
+    """
+
+    kind: Literal["mask_object", "install", "upgrade", "dropout", "deterministic", "pad_seqlen", "repair"]
+    change: str
+    version: str | None = None
+    selects: str
+
+
+class Decision(_Part):
+    """Everything that was asked, found and chosen.
+
+    Attributes:
+        call: The question, as given.
+        host: The machine.
+        policy: The wishes.
+        verdicts: Exactly one per backend of the tables.
+        order: The candidates in the order in which they would run.
+        selected: The first of `order`, None when nothing may run.
+        why_this_order: The declared order's name and reason.
+        hints: What would change the choice.
+        stock: What stock scaled_dot_product_attention would run, when it was asked for.
+    """
+
+    call: Call
+    host: Host
+    policy: Policy
+    verdicts: tuple[Verdict, ...]
+    order: tuple[str, ...]
+    selected: str | None
+    why_this_order: str
+    hints: tuple[Hint, ...] = ()
+    stock: Stock | None = None
+
+    def verdict(self, backend: str) -> Verdict:
+        """Return one backend's verdict.
+
+        Raises:
+            KeyError: The tables know no such backend.
+        """
+        for verdict in self.verdicts:
+            if verdict.backend == backend:
+                return verdict
+        raise KeyError(backend)
+
+    def __str__(self) -> str:
+        """Return the explanation."""
+        # The import runs here because report renders decisions and so imports this module.
+        from attnroute.report.text import render_decision  # noqa: PLC0415
+
+        return render_decision(self)

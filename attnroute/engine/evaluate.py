@@ -1,0 +1,212 @@
+"""Hold every row of a backend against a call: all findings are kept, none depends on another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnroute.call import Call
+from attnroute.engine.finding import Finding
+from attnroute.engine.needs import needed_features
+from attnroute.facts import Facts, facts_of
+from attnroute.host import Host
+from attnroute.tables import conditions
+from attnroute.tables.schema import AnyOf, BackendInfo, Box, Rule
+from attnroute.tables.versions import contains, version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from attnroute.tables.conditions import Tri
+    from attnroute.tables.load import RuleRow, Tables
+    from attnroute.vocabulary import Outcome
+
+ROUTE_SCOPES = frozenset({"call", "operator"})
+STOCK_SCOPES = frozenset({"call", "stock"})
+
+
+def evaluate(
+    call: Call,
+    host: Host,
+    tables: Tables,
+    backend: str,
+    scopes: frozenset[str] = ROUTE_SCOPES,
+) -> list[Finding]:
+    """Return every finding about one backend: whether it is described here, its features, its rows."""
+    info = tables.backends[backend]
+    rows = tables.rules(host.arch, backend)
+    if rows is None:
+        return [_no_table(host.arch, backend)]
+    facts = facts_of(call)
+    found = [_versions_known(backend, info, host)]
+    found.extend(_features(call, facts, tables, backend, host.arch))
+    found.extend(evaluate_rows((r for r in rows if r.rule.scope in scopes), call, facts, host, info))
+    return found
+
+
+def evaluate_rows(
+    rows: Iterable[RuleRow],
+    call: Call,
+    facts: Facts,
+    host: Host,
+    info: BackendInfo,
+) -> list[Finding]:
+    """Return one finding per row."""
+    return [_row(row, call, facts, host, info) for row in rows]
+
+
+def missing_needs(host: Host, info: BackendInfo) -> tuple[str, ...]:
+    """Return what the backend needs and the host has not, or has broken."""
+    return tuple(
+        name for name in info.needs if version_of(name, host.versions) is None or name in host.broken
+    )
+
+
+def _no_table(arch: str, backend: str) -> Finding:
+    return Finding(
+        rule=f"{arch}/{backend}/no-table",
+        outcome="unknown",
+        requires=f"a table that describes {backend} on {arch}",
+        got="none",
+        because="nobody has stated what this backend does on this architecture",
+    )
+
+
+def _versions_known(backend: str, info: BackendInfo, host: Host) -> Finding:
+    outside = [
+        (name, ranges, version)
+        for name, ranges in info.versions_known.items()
+        if (version := version_of(name, host.versions)) is not None and not contains(ranges, name, version)
+    ]
+    ranges = outside or [(n, r, version_of(n, host.versions) or "none") for n, r in info.versions_known.items()]
+    return Finding(
+        rule=f"any/{backend}/versions-known",
+        outcome="unknown" if outside else "pass",
+        requires=", ".join(f"{name} {_ranges(r)}" for name, r, _ in ranges) or "any version",
+        got=", ".join(f"{name} {version}" for name, _, version in ranges) or "any version",
+        because="the tables make no statement about other versions",
+    )
+
+
+def _features(call: Call, facts: Facts, tables: Tables, backend: str, arch: str) -> list[Finding]:
+    answers = tables.features(arch, backend)
+    found = []
+    for name in needed_features(call, facts):
+        row = answers[name]
+        words = name.replace("_", " ")
+        outcome: Outcome = {True: "pass", False: "fail"}.get(row.answer.value, "unknown")  # type: ignore[assignment,call-overload]
+        found.append(
+            Finding(
+                rule=row.id,
+                outcome=outcome,
+                requires=f"a kernel with {words}" if outcome != "fail" else f"no {words}",
+                got=words,
+                because="" if outcome == "pass" else f"{backend} {_cannot(outcome)} {words}",
+                repair=row.answer.repair,
+            ),
+        )
+    return found
+
+
+def _cannot(outcome: str) -> str:
+    return "has no" if outcome == "fail" else "was not shown to have"
+
+
+def _row(row: RuleRow, call: Call, facts: Facts, host: Host, info: BackendInfo) -> Finding:
+    rule = row.rule
+    applies = _applies(rule, call, facts, host, info)
+    outcome: Outcome = "not_applicable"
+    got = ""
+    if applies == "unknown":
+        outcome = "unknown"
+    elif applies in ("true", "varies"):
+        outcome = _outcome(rule.requires, facts)
+    if outcome in ("fail", "unknown"):
+        got = _got(rule, facts, host)
+    return Finding(
+        rule=row.id,
+        kind=rule.kind,
+        outcome=outcome,
+        requires=_requires(rule),
+        got=got,
+        because=rule.because,
+        repair=rule.repair,
+    )
+
+
+def _applies(rule: Rule, call: Call, facts: Facts, host: Host, info: BackendInfo) -> Tri:
+    if rule.phase is not None and rule.phase != call.phase:
+        return "false"
+    guard = _box(rule.when, facts)
+    if guard == "false":
+        return "false"
+    return conditions.combine_and([_versions_hold(rule, host, info), guard])
+
+
+def _versions_hold(rule: Rule, host: Host, info: BackendInfo) -> Tri:
+    parts: list[Tri] = []
+    for name, ranges in rule.versions.items():
+        version = version_of(name, host.versions)
+        if version is None:
+            # What is needed and missing makes the backend unavailable; its version rows say nothing then.
+            parts.append("false" if name in info.needs else "unknown")
+        else:
+            parts.append("true" if contains(ranges, name, version) else "false")
+    return conditions.combine_and(parts)
+
+
+def _box(box: Box | AnyOf, facts: Facts) -> Tri:
+    if isinstance(box, AnyOf):
+        return conditions.combine_or([_box(option, facts) for option in box.any_of])
+    return conditions.combine_and(
+        [conditions.evaluate(spec, facts[field], facts) for field, spec in box.items()]
+    )
+
+
+def _outcome(requires: Box | AnyOf | str, facts: Facts) -> Outcome:
+    if isinstance(requires, str):
+        return "fail"
+    # A length that varies must satisfy a requirement for every value.
+    table: dict[Tri, Outcome] = {"true": "pass", "false": "fail", "varies": "fail", "unknown": "unknown"}
+    return table[_box(requires, facts)]
+
+
+def _fields(box: Box | AnyOf | str) -> list[str]:
+    if isinstance(box, str):
+        return []
+    boxes = box.any_of if isinstance(box, AnyOf) else [box]
+    return [field for option in boxes for field in option]
+
+
+def _render_box(box: Box | AnyOf) -> str:
+    if isinstance(box, AnyOf):
+        return " or ".join(f"({_render_box(option)})" for option in box.any_of)
+    return " and ".join(conditions.render(field, spec) for field, spec in box.items())
+
+
+def _ranges(ranges: str | list[str]) -> str:
+    return ranges if isinstance(ranges, str) else " or ".join(ranges)
+
+
+def _requires(rule: Rule) -> str:
+    if not isinstance(rule.requires, str):
+        return _render_box(rule.requires)
+    parts = [f"{name} outside {_ranges(ranges)}" for name, ranges in rule.versions.items()]
+    boxes = rule.when.any_of if isinstance(rule.when, AnyOf) else [rule.when]
+    if any(boxes):
+        parts.append(f"not ({_render_box(rule.when)})")
+    if rule.phase is not None:
+        parts.append("inference" if rule.phase == "training" else "training")
+    return " or ".join(parts) or "another architecture"
+
+
+def _got(rule: Rule, facts: Facts, host: Host) -> str:
+    names = dict.fromkeys([*_fields(rule.requires), *_fields(rule.when)])
+    parts = [f"{name} = {_word(facts[name])}" for name in names]
+    if rule.phase is not None and isinstance(rule.requires, str):
+        parts.append(rule.phase)
+    parts += [f"{name} {version_of(name, host.versions) or 'not stated'}" for name in rule.versions]
+    return ", ".join(parts) or host.arch
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

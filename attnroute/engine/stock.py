@@ -1,0 +1,162 @@
+"""What torch's own `scaled_dot_product_attention` would run: the same rows, in the order in which it tries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from attnroute.call import Call, CausalNode, Context, DenseBias, DenseNode, FunctionNode
+from attnroute.engine import repairs
+from attnroute.engine.evaluate import STOCK_SCOPES, evaluate
+from attnroute.host import Host
+from attnroute.masks.normalize import normalize
+from attnroute.tables.versions import contains, version_of
+
+if TYPE_CHECKING:
+    from attnroute.tables.load import Tables
+    from attnroute.tables.schema import StockOrder
+
+MaskForm = Literal["none", "is_causal", "dense_mask", "dense_bias"]
+
+NO_BACKEND: Final = "none"
+"""The call cannot be said to stock attention, or none of its backends takes it."""
+UNKNOWN: Final = "unknown"
+"""The host names no torch."""
+_SCORE_BYTES: Final = 4
+"""The composed backend keeps its scores in float32."""
+
+
+class Stock(BaseModel):
+    """The prediction.
+
+    Attributes:
+        backend: flash, cudnn, efficient or math; "none" when the call cannot be said or nothing takes it,
+            "unknown" for a torch that nobody named.
+        score_bytes: What `backend` allocates for a score matrix, in bytes; 0 for the fused ones.
+        mask_form: How the mask and the bias are said to stock attention.
+        inexpressible: Parts of the call that stock attention has no argument for.
+        order: The name of the declared order that was used, empty when none was needed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: str
+    score_bytes: int = 0
+    mask_form: MaskForm = "none"
+    inexpressible: tuple[str, ...] = ()
+    order: str = ""
+
+
+def predict(call: Call, host: Host, tables: Tables) -> Stock:
+    """Predict what `scaled_dot_product_attention(..., enable_gqa=True where heads differ)` runs.
+
+    Args:
+        call: The question. A mask is said as is_causal where that is all it says, else as one tensor.
+        host: The machine.
+        tables: The capability tables: rows of scope "call" and "stock", feature answers and `any/stock.toml`.
+
+    Returns:
+        The prediction; faults are set aside, because stock attention does not look at them.
+    """
+    inexpressible = _inexpressible(call)
+    if inexpressible:
+        return Stock(backend=NO_BACKEND, inexpressible=inexpressible)
+    said = stock_form(normalize(call))
+    row = _order(host, tables)
+    if row is None:
+        return Stock(backend=UNKNOWN, mask_form=mask_form(said))
+    backend = next((b for b in row.order if _accepts(said, host, tables, b)), NO_BACKEND)
+    quadratic = backend in tables.backends and tables.backends[backend].memory == "quadratic"
+    return Stock(
+        backend=backend,
+        score_bytes=score_bytes(call) if quadratic else 0,
+        mask_form=mask_form(said),
+        order=row.name,
+    )
+
+
+def score_bytes(call: Call) -> int:
+    """Return the bytes of one float32 score matrix: batch * num_heads_q * seqlen_q * seqlen_kv * 4."""
+    return call.batch * call.num_heads_q * call.seqlen_q * call.seqlen_kv * _SCORE_BYTES
+
+
+def stock_form(call: Call) -> Call:
+    """Return the call as stock attention gets it: is_causal alone, or one tensor of masks and bias."""
+    plain = Context(dynamic=call.context.dynamic)
+    bare = call.with_(context=plain, return_lse=False)
+    if _says_is_causal(bare) or (not bare.mask) or (bare.bias is None and _is_one_tensor(bare)):
+        return bare
+    masked = _materialized(bare)
+    return masked if masked.bias is None else _merged(masked)
+
+
+def mask_form(call: Call) -> MaskForm:
+    """Return how a call in stock form says its mask."""
+    if call.bias is not None:
+        return "dense_bias"
+    if not call.mask:
+        return "none"
+    return "is_causal" if _says_is_causal(call) else "dense_mask"
+
+
+def _inexpressible(call: Call) -> tuple[str, ...]:
+    parts = {
+        "softcap": call.softcap > 0,
+        "sink": call.sink,
+        "alibi": call.bias is not None and call.bias.kind == "alibi",
+        "function_bias": call.bias is not None and call.bias.kind == "function",
+        "function_mask": any(isinstance(n, FunctionNode) for n in call.mask),
+        "varlen": call.layout == "thd",
+        "return_lse": call.return_lse,
+    }
+    return tuple(name for name, there in parts.items() if there)
+
+
+def _says_is_causal(call: Call) -> bool:
+    return call.mask == (CausalNode(),) and call.bias is None
+
+
+def _is_one_tensor(call: Call) -> bool:
+    return len(call.mask) == 1 and isinstance(call.mask[0], DenseNode)
+
+
+def _materialized(call: Call) -> Call:
+    """Say every mask node as one bool tensor; one that has to be built at each length has the known shape."""
+    static = call.with_(context=Context())
+    change = repairs.apply("materialize_mask", static)
+    return call if change is None else change[0].with_(context=call.context)
+
+
+def _merged(call: Call) -> Call:
+    """Say mask and bias as one bias of the query's dtype, as the caller must."""
+    change = repairs.apply("cast_mask", call)
+    merged = call if change is None else change[0]
+    bias = merged.bias
+    if not isinstance(bias, DenseBias):
+        return merged
+    return merged.with_(bias=bias.model_copy(update={"dtype": call.dtype}))
+
+
+def _order(host: Host, tables: Tables) -> StockOrder | None:
+    torch = version_of("torch", host.versions)
+    if torch is None:
+        return None
+    return next((row for row in tables.stock if _applies(row, host)), None)
+
+
+def _applies(row: StockOrder, host: Host) -> bool:
+    if row.archs is not None and host.arch not in row.archs:
+        return False
+    for name, ranges in row.versions.items():
+        version = version_of(name, host.versions)
+        if version is None or not contains(ranges, name, version):
+            return False
+    return True
+
+
+def _accepts(call: Call, host: Host, tables: Tables, backend: str) -> bool:
+    if any(version_of(name, host.versions) is None for name in tables.backends[backend].needs):
+        return False
+    found = evaluate(call, host, tables, backend, STOCK_SCOPES)
+    return not any(f.kind == "limit" and f.outcome in ("fail", "unknown") for f in found)

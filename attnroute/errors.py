@@ -1,0 +1,75 @@
+"""Every exception of attnroute. All derive from `AttnRouteError`; each carries its exit code for the CLI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from attnroute.engine.decision import Decision
+
+
+class AttnRouteError(Exception):
+    """Base of every error that attnroute raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ArgumentError(AttnRouteError, ValueError):
+    """An argument is malformed: the message names it, what is required, what was got and what to do."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class OverrideError(AttnRouteError, ValueError):
+    """An environment variable or `override()` value that cannot be understood."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class TableError(AttnRouteError, ValueError):
+    """A capability table is malformed: the message names the file, the rule and the field."""
+
+    exit_code: ClassVar[int] = 5
+
+
+class NoBackendError(AttnRouteError, RuntimeError):
+    """No backend may run this call.
+
+    Attributes:
+        decision: The whole `Decision`, with every reason of every backend.
+    """
+
+    exit_code: ClassVar[int] = 4
+
+    def __init__(self, message: str, decision: Decision | None = None) -> None:
+        """Keep the decision beside the message that was rendered from it."""
+        super().__init__(message)
+        self.decision = decision
+
+
+class QuadraticAttentionWarning(UserWarning):
+    """The selected backend materialises seqlen_q x seqlen_kv scores; the message names the bytes."""
+
+
+class OverrideWarning(UserWarning):
+    """An `ATTNROUTE_*` variable that attnroute does not know."""
+
+
+def argument_error(argument: str, required: str, got: object, to_do: str) -> ArgumentError:
+    """Build the one-sentence error for a bad argument.
+
+    Args:
+        argument: Name of the argument as the caller wrote it.
+        required: What is required of it, e.g. "a bool or floating-point tensor".
+        got: What was given.
+        to_do: What the caller can do, as an imperative clause without a full stop.
+    """
+    return ArgumentError(f"{argument} requires {required}; got {got}; {to_do}.")
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return '; did you mean "x"?' for the nearest choice, or an empty string."""
+    near = get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f'; did you mean "{near[0]}"?' if near else ""

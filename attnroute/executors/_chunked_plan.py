@@ -1,0 +1,148 @@
+"""How chunked attention cuts a call into tiles: plain integers, no tensors.
+
+A chunk is a run of (batch, key head) pairs that one batched matmul handles together. Inside a chunk the
+queries are walked in blocks; a block meets only the keys that the band and the documents leave to it, in
+one tile or, when those keys are too many for the score budget, in several.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SCORE_ELEMENTS = 16 * 2**20
+"""Most scores held at once: 64 MiB of float32, at most three times that with what is derived from them."""
+
+ROWS_PER_MATMUL = 1024
+"""Query rows (block_q times the query heads that share a key head) that the default block_q aims at."""
+
+MIN_BLOCK_Q = 64
+MAX_BLOCK_Q = 1024
+KEY_ALIGN = 64
+"""Key ranges are widened to multiples of this, so that matmul operands stay aligned under any window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes of a call; `group` is the number of query heads that share one key head."""
+
+    batch: int
+    heads_kv: int
+    group: int
+    seqlen_q: int
+    seqlen_kv: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the band and the documents say about which keys a run of queries can meet."""
+
+    band_lo: int | None = None
+    band_hi: int | None = None
+    bounds: tuple[int, ...] | None = None
+
+    def key_range(self, i0: int, i1: int, seqlen_kv: int) -> tuple[int, int]:
+        """Return the smallest range [j0, j1) that holds every key of queries [i0, i1)."""
+        j0, j1 = 0, seqlen_kv
+        if self.band_lo is not None:
+            j0 = max(j0, i0 + self.band_lo)
+        if self.band_hi is not None:
+            j1 = min(j1, i1 + self.band_hi)
+        if self.bounds is not None:
+            first, last = self._documents(i0, i1)
+            j0, j1 = max(j0, first), min(j1, seqlen_kv if last is None else last)
+        return (j0, j1) if j0 < j1 else (0, 0)
+
+    def one_document(self, i0: int, i1: int, j0: int, j1: int) -> bool:
+        """Say whether queries [i0, i1) and keys [j0, j1) are known to lie in one document."""
+        if self.bounds is None:
+            return False
+        doc = bisect_right(self.bounds, i0) - 1
+        if doc < 0 or doc + 1 >= len(self.bounds):
+            return False
+        start, stop = self.bounds[doc], self.bounds[doc + 1]
+        return i1 <= stop and start <= j0 and j1 <= stop
+
+    def _documents(self, i0: int, i1: int) -> tuple[int, int | None]:
+        bounds = self.bounds or (0,)
+        doc = bisect_right(bounds, i0) - 1
+        after = bisect_left(bounds, i1)
+        return (bounds[doc] if doc >= 0 else 0), (bounds[after] if after < len(bounds) else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Batch rows [b0, b1) and key heads [h0, h1)."""
+
+    b0: int
+    b1: int
+    h0: int
+    h1: int
+
+    @property
+    def units(self) -> int:
+        """Number of (batch, key head) pairs, the batch size of the matmuls."""
+        return (self.b1 - self.b0) * (self.h1 - self.h0)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries [i0, i1) and the key ranges they meet, in ascending order; none when all are masked."""
+
+    i0: int
+    i1: int
+    keys: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The tiles of one call, in the order in which both directions visit them."""
+
+    chunks: tuple[Chunk, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def tile_keys(self) -> int:
+        """Most keys in one tile."""
+        return max((j1 - j0 for block in self.blocks for j0, j1 in block.keys), default=0)
+
+
+def make_plan(shape: Geometry, limits: Limits, block_q: int | None = None) -> Plan:
+    """Cut a call into chunks and blocks whose tiles hold about `SCORE_ELEMENTS` scores at most.
+
+    Args:
+        shape: Sizes of the call.
+        limits: The band and the documents.
+        block_q: Queries per block; None aims at `ROWS_PER_MATMUL` rows.
+    """
+    size = min(block_q or default_block_q(shape.group), max(shape.seqlen_q, 1))
+    rows = size * shape.group
+    block_k = max(SCORE_ELEMENTS // rows // KEY_ALIGN, 1) * KEY_ALIGN
+    blocks = tuple(_blocks(shape, limits, size, block_k))
+    widest = max((j1 - j0 for block in blocks for j0, j1 in block.keys), default=1)
+    return Plan(tuple(_chunks(shape, max(SCORE_ELEMENTS // (rows * widest), 1))), blocks)
+
+
+def default_block_q(group: int) -> int:
+    """Return the block_q that gives about `ROWS_PER_MATMUL` rows, a multiple of `MIN_BLOCK_Q`."""
+    size = ROWS_PER_MATMUL // group // MIN_BLOCK_Q * MIN_BLOCK_Q
+    return min(max(size, MIN_BLOCK_Q), MAX_BLOCK_Q)
+
+
+def _blocks(shape: Geometry, limits: Limits, size: int, block_k: int) -> Iterator[Block]:
+    for i0 in range(0, shape.seqlen_q, size):
+        i1 = min(i0 + size, shape.seqlen_q)
+        j0, j1 = limits.key_range(i0, i1, shape.seqlen_kv)
+        if j0 < j1:
+            j0, j1 = j0 // KEY_ALIGN * KEY_ALIGN, min(-(-j1 // KEY_ALIGN) * KEY_ALIGN, shape.seqlen_kv)
+        yield Block(i0, i1, tuple((j, min(j + block_k, j1)) for j in range(j0, j1, block_k)))
+
+
+def _chunks(shape: Geometry, units: int) -> Iterator[Chunk]:
+    """Yield chunks of at most `units` pairs: whole batch rows where they fit, else some heads of one row."""
+    rows = max(units // max(shape.heads_kv, 1), 1)
+    heads = -(-shape.heads_kv // -(-shape.heads_kv // units)) if shape.heads_kv else 0
+    for b0 in range(0, shape.batch, rows):
+        for h0 in range(0, shape.heads_kv, heads):
+            yield Chunk(b0, min(b0 + rows, shape.batch), h0, min(h0 + heads, shape.heads_kv))

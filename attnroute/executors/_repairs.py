@@ -1,0 +1,163 @@
+"""Each preparation once, on tensors. `attnroute.engine.repairs` has the same list on plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnroute.executors._inputs import Inputs, Output, Plan
+from attnroute.masks.lowered import LoweredMask
+from attnroute.masks.nodes import Extent
+from attnroute.masks.tensors import additive, as_4d, materialize, remember
+
+GRID_LIMIT: Final = 65535
+HEAD_DIM_MULTIPLE: Final = 8
+PREPARED_LIMIT_BYTES: Final = 2**30
+"""A prepared mask larger than this is made anew each call instead of being kept with its owner."""
+
+Run = Callable[[Inputs, Plan], Output]
+_DENSE = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
+_ADDITIVE = frozenset({"cast_mask", "cast_bias", "align_bias"})
+
+
+def run_repaired(run: Run, inputs: Inputs, plan: Plan) -> Output:
+    """Prepare the inputs as the plan says, run, and undo what the preparations did to the shape."""
+    if not plan.repairs:
+        inputs.attn = _undressed(inputs)
+        return run(inputs, plan)
+    repairs = frozenset(plan.repairs)
+    for limit, axis in (("split_batch", 0), ("split_heads", 1)):
+        if limit in repairs:
+            rest = replace(plan, repairs=tuple(r for r in plan.repairs if r != limit))
+            return _split(run, inputs, rest, axis)
+    if inputs.scale is None and "pad_head_dim" in repairs:
+        inputs.scale = inputs.query.shape[-1] ** -0.5
+    inputs.attn = _dense(inputs, repairs) if repairs & _DENSE else _undressed(inputs)
+    head_dim_v = inputs.value.shape[-1]
+    _prepare_qkv(inputs, repairs)
+    out, lse = run(inputs, plan)
+    if out.shape[-1] != head_dim_v:
+        out = out[..., :head_dim_v]
+    if "zero_empty_rows" in repairs and inputs.attn is not None:
+        empty = empty_rows(inputs.attn)
+        out = out.masked_fill(empty[..., None], 0.0)
+        lse = None if lse is None else lse.masked_fill(empty, -math.inf)
+    return out, lse
+
+
+def empty_rows(attn: Tensor) -> Tensor:
+    """Return (batch or 1, heads or 1, seqlen_q or 1), True where a query may attend no key."""
+    allowed = attn if attn.dtype == torch.bool else attn != -math.inf
+    return ~allowed.any(-1)
+
+
+def _undressed(inputs: Inputs) -> Tensor | None:
+    """The dense mask or bias as the caller gave it, for operators that take it so."""
+    return inputs.mask.dense if inputs.bias is None else inputs.bias
+
+
+def _dense(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
+    query, key = inputs.query, inputs.key
+    extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+    as_bias = bool(repairs & _ADDITIVE) or inputs.bias is not None
+
+    def make() -> Tensor:
+        allowed = None if inputs.mask.is_full else materialize(inputs.mask, extent)
+        if not as_bias and allowed is not None:
+            return allowed
+        return additive(allowed, inputs.bias, query.dtype)
+
+    if inputs.bias is not None or inputs.mask_owner is None:
+        return make()
+    size = extent.seqlen_q * extent.seqlen_kv * query.element_size()
+    if size * (inputs.mask.dense.shape[0] if inputs.mask.dense is not None else 1) > PREPARED_LIMIT_BYTES:
+        return make()
+    band = (inputs.mask.band_lo, inputs.mask.band_hi)
+    return remember(inputs.mask_owner, ("dense", as_bias, query.dtype, extent, band), make)
+
+
+def _prepare_qkv(inputs: Inputs, repairs: frozenset[str]) -> None:
+    if "expand_kv" in repairs:
+        group = inputs.query.shape[1] // inputs.key.shape[1]
+        inputs.key = _expand(inputs.key, group)
+        inputs.value = _expand(inputs.value, group)
+    if "pad_head_dim" in repairs:
+        inputs.query, inputs.key, inputs.value = (_padded(t) for t in (inputs.query, inputs.key, inputs.value))
+    if "contiguous" in repairs:
+        inputs.query, inputs.key, inputs.value = (_packed(t) for t in (inputs.query, inputs.key, inputs.value))
+
+
+def _expand(tensor: Tensor, group: int) -> Tensor:
+    """A real copy: key/value heads with stride 0 are a known fault of EFFICIENT."""
+    if group == 1:
+        return tensor.contiguous()
+    return tensor.repeat_interleave(group, dim=1)
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    missing = -tensor.shape[-1] % HEAD_DIM_MULTIPLE
+    return pad(tensor, (0, missing)) if missing else tensor
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    return tensor if is_packed(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Return whether the last stride is 1 and the start and every row lie at multiples of 16 bytes."""
+    size = tensor.element_size()
+    rows = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    if any(n > 1 and s * size % 16 for n, s in rows):
+        return False
+    return (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1) and tensor.data_ptr() % 16 == 0
+
+
+def _split(run: Run, inputs: Inputs, plan: Plan, axis: int) -> Output:
+    """Run slices of at most `GRID_LIMIT` along batch or heads and join them."""
+    query_size, kv_size = inputs.query.shape[axis], inputs.key.shape[axis]
+    group = max(1, query_size // max(1, kv_size))
+    step = max(1, GRID_LIMIT // group)
+    parts = []
+    for start in range(0, kv_size, step):
+        stop = min(start + step, kv_size)
+        part = replace(
+            inputs,
+            query=inputs.query.narrow(axis, start * group, (stop - start) * group),
+            key=inputs.key.narrow(axis, start, stop - start),
+            value=inputs.value.narrow(axis, start, stop - start),
+            mask=_slice_mask(inputs, axis, start * group, stop * group),
+            mask_owner=None,
+            bias=_slice(inputs.bias, axis, start * group, stop * group),
+        )
+        parts.append(run_repaired(run, part, plan))
+    lses = [lse for _, lse in parts if lse is not None]
+    return torch.cat([out for out, _ in parts], axis), torch.cat(lses, axis) if lses else None
+
+
+def _slice(tensor: Tensor | None, axis: int, start: int, stop: int) -> Tensor | None:
+    if tensor is None:
+        return None
+    full = as_4d(tensor)
+    return full if full.shape[axis] == 1 else full.narrow(axis, start, stop - start)
+
+
+def _slice_mask(inputs: Inputs, axis: int, start: int, stop: int) -> LoweredMask:
+    mask = replace(inputs.mask, dense=_slice(inputs.mask.dense, axis, start, stop))
+    if axis == 1:
+        return mask
+
+    def rows(part: Tensor | None) -> Tensor | None:
+        return part if part is None or part.shape[0] == 1 else part[start:stop]
+
+    return replace(
+        mask,
+        key_keep=rows(mask.key_keep),
+        document_ids_q=rows(mask.document_ids_q),
+        document_ids_kv=rows(mask.document_ids_kv),
+    )

@@ -1,0 +1,189 @@
+"""The backend `chunked`: exact attention from matmuls over query blocks, with memory linear in the length.
+
+It takes every dtype, head_dim, mask and score feature on every device, so that no call needs attention
+with a quadratic score matrix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnroute.errors import argument_error
+from attnroute.executors._chunked_autograd import attend
+from attnroute.executors._chunked_plan import Limits
+from attnroute.executors._chunked_tile import Extras, Spec
+from attnroute.executors._inputs import Inputs, Output, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnroute.masks.lowered import LoweredMask
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def run(inputs: Inputs, plan: Plan) -> Output:
+    """Run the composite under a mark that shows in profiles and to dispatch modes."""
+    with torch.profiler.record_function("attnroute::chunked"):
+        out, lse = chunked_attention(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.mask,
+            bias=inputs.bias,
+            scale=inputs.scale,
+            softcap=inputs.softcap,
+            sink=inputs.sink,
+            alibi_slopes=inputs.alibi_slopes,
+            dropout_p=inputs.dropout_p,
+        )
+    return out, lse if plan.return_lse else None
+
+
+def chunked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: LoweredMask,
+    *,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    block_q: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute softmax(scores) V and the log-sum-exp of the scores, exactly.
+
+    Scores are ``s = scale * QK^T``, then ``softcap * tanh(s / softcap)`` if there is a softcap, then plus
+    bias and ALiBi, then masked. They and the softmax are float32 (float64 for float64 inputs); matmul operands
+    have the input's dtype on CUDA and are widened to float32 where a device cannot accumulate in float32
+    otherwise. The backward pass makes the scores again block by block; a second derivative is refused.
+
+    Args:
+        query: (batch, num_heads_q, seqlen_q, head_dim_qk), any strides; float16, bfloat16, float32, float64.
+        key: (batch, num_heads_kv, seqlen_kv, head_dim_qk); num_heads_q is a multiple of num_heads_kv, and
+            shared key heads are not copied.
+        value: (batch, num_heads_kv, seqlen_kv, head_dim_v).
+        mask: Who may attend. Rows that may attend to nothing give zeros and a log-sum-exp of -inf.
+        bias: Float tensor of any dtype that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv); -inf
+            masks. Its gradient is summed to its own shape while the blocks are walked.
+        scale: Any number, zero and negative ones too; None = head_dim_qk ** -0.5.
+        softcap: 0.0 is off.
+        sink: (num_heads_q,), one more logit per head in the softmax's denominator, without a value.
+        alibi_slopes: (num_heads_q,) or (batch, num_heads_q); adds
+            ``-slope * abs(i + seqlen_kv - seqlen_q - j)``, flash-attn's bottom-right convention.
+        dropout_p: Probability of dropping a normalised probability; kept ones are divided by 1 - dropout_p.
+            The masks follow torch.manual_seed, and depend on block_q. The log-sum-exp knows nothing of them.
+        block_q: Queries per block; None chooses (see below).
+
+    Returns:
+        The output, (batch, num_heads_q, seqlen_q, head_dim_v) in the query's dtype, and the log-sum-exp
+        (natural, sink included), (batch, num_heads_q, seqlen_q) in float32. Both are differentiable.
+
+    Raises:
+        ArgumentError: A shape, dtype or number is out of place.
+
+    Block sizes: TODO.
+    """
+    _check_tensors(query, key, value)
+    _check_features(query, key, bias, sink, alibi_slopes)
+    _check_numbers(query, softcap, dropout_p, block_q)
+    spec = Spec(
+        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+        seed=_draw_seed() if dropout_p else 0,
+        limits=Limits(mask.band_lo, mask.band_hi, mask.document_bounds),
+        block_q=block_q,
+    )
+    extras = Extras(
+        bias=bias,
+        slopes=alibi_slopes,
+        sink=sink,
+        key_keep=mask.key_keep,
+        ids_q=mask.document_ids_q,
+        ids_kv=mask.document_ids_kv,
+        dense=mask.dense,
+    )
+    return attend(query, key, value, extras, spec)
+
+
+def _draw_seed() -> int:
+    """Draw from torch's CPU generator: it follows torch.manual_seed and checkpointing, and needs no sync."""
+    return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64))
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise argument_error(
+                name, "four dimensions (batch, heads, length, head_dim)", f"{tensor.dim()}", "reshape it"
+            )
+        if tensor.dtype != query.dtype or tensor.dtype not in _DTYPES:
+            got = f"{tensor.dtype} with a {query.dtype} query"
+            raise argument_error(
+                name, "float16, bfloat16, float32 or float64, as the query has", got, "cast it"
+            )
+        if tensor.device != query.device:
+            raise argument_error(name, f"the query's device, {query.device}", tensor.device, "move it there")
+    _check_shapes(tuple(query.shape), tuple(key.shape), tuple(value.shape))
+
+
+def _check_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> None:
+    batch, heads_q, _, head_dim = query
+    if head_dim < 1:
+        raise argument_error("query", "a head_dim of at least 1", head_dim, "give it features")
+    if key[0] != batch or key[3] != head_dim:
+        required = f"batch {batch} and head_dim {head_dim}, as the query has"
+        raise argument_error("key", required, f"shape {key}", "make the two agree")
+    if value[:3] != key[:3]:
+        required = f"the key's batch, heads and length {key[:3]}"
+        raise argument_error("value", required, f"shape {value}", "make the two agree")
+    if key[1] < 1 or heads_q % key[1]:
+        required = f"a number of heads that divides the query's {heads_q}"
+        raise argument_error("key", required, key[1], "repeat or drop heads")
+
+
+def _check_features(
+    query: Tensor, key: Tensor, bias: Tensor | None, sink: Tensor | None, slopes: Tensor | None
+) -> None:
+    batch, heads, seqlen_q, _ = query.shape
+    scores = (batch, heads, seqlen_q, key.shape[2])
+    for name, tensor in (("bias", bias), ("sink", sink), ("alibi_slopes", slopes)):
+        if tensor is not None and not tensor.dtype.is_floating_point:
+            raise argument_error(name, "a floating-point tensor", tensor.dtype, "cast it")
+        if tensor is not None and tensor.device != query.device:
+            raise argument_error(name, f"the query's device, {query.device}", tensor.device, "move it there")
+    if bias is not None and not _broadcasts(tuple(bias.shape), scores):
+        raise argument_error("bias", f"a shape that broadcasts to {scores}", tuple(bias.shape), "reshape it")
+    if sink is not None and sink.shape != (heads,):
+        raise argument_error("sink", f"shape ({heads},), one per query head", tuple(sink.shape), "reshape it")
+    if slopes is not None and tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        required = f"shape ({heads},) or ({batch}, {heads})"
+        raise argument_error("alibi_slopes", required, tuple(slopes.shape), "reshape it")
+
+
+def _check_numbers(query: Tensor, softcap: float, dropout_p: float, block_q: int | None) -> None:
+    if softcap < 0.0:
+        raise argument_error("softcap", "a number of at least 0", softcap, "use 0.0 to turn it off")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise argument_error("dropout_p", "a probability between 0 and 1", dropout_p, "correct it")
+    if block_q is not None and block_q < 1:
+        raise argument_error("block_q", "a count of at least 1", block_q, "leave it out to let it be chosen")
+    if dropout_p and query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise argument_error(
+            "dropout_p",
+            "0 while a CUDA graph is captured, since every replay would drop the same entries",
+            dropout_p,
+            "capture without dropout",
+        )
+
+
+def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    return len(shape) <= len(full) and all(
+        size in (1, whole) for size, whole in zip(shape[::-1], full[::-1], strict=False)
+    )

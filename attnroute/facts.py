@@ -1,0 +1,283 @@
+"""The fields that a capability rule may ask about, computed from a `Call`.
+
+A rule never computes: needed arithmetic is a named field here, documented in `FACTS` and tested. A length
+that may change at run time (`context.dynamic`) is a `Varies`: a rule about it must hold for every value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from attnroute.call import (
+    AlibiBias,
+    Call,
+    CausalNode,
+    DenseBias,
+    DenseNode,
+    DocumentsNode,
+    FunctionBias,
+    FunctionNode,
+    KeyPaddingNode,
+    PrefixNode,
+    WindowNode,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Varies:
+    """An integer that may be anything from `low` up."""
+
+    low: int = 1
+
+    def __str__(self) -> str:
+        """Say it as a reader meets it in a finding."""
+        return "varies"
+
+
+class Unknown:
+    """A value that nobody stated."""
+
+    def __str__(self) -> str:
+        """Say it as a reader meets it in a finding."""
+        return "unknown"
+
+
+UNKNOWN: Final = Unknown()
+Value = bool | int | float | str | Varies | Unknown
+Facts = dict[str, Value]
+
+FACTS: Final[dict[str, str]] = {
+    "dtype": "dtype of query, key and value",
+    "batch": "batch size",
+    "num_heads_q": "query heads",
+    "num_heads_kv": "key/value heads",
+    "is_gqa": "key/value heads are fewer than query heads",
+    "seqlen_q": "query length",
+    "seqlen_kv": "key length",
+    "seqlens_equal": "query length equals key length",
+    "seqlen_q_mod_128": "query length modulo 128",
+    "seqlen_kv_mod_128": "key length modulo 128",
+    "score_elements": "batch * num_heads_q * seqlen_q * seqlen_kv",
+    "mask_elements": "seqlen_q * seqlen_kv: the elements of one full mask",
+    "head_dim_qk": "last dimension of query and key",
+    "head_dim_v": "last dimension of value",
+    "head_dim_max": "the larger of head_dim_qk and head_dim_v",
+    "head_dims_equal": "head_dim_qk equals head_dim_v",
+    "layout": "bhsd, bshd or thd",
+    "phase": "inference or training",
+    "scale": "sign of the factor on QK^T: positive, zero or negative",
+    "causal": "the mask has a causal node",
+    "window": "the mask has a window node",
+    "window_right_open": "the mask has a window node whose right side is open and no causal node",
+    "documents": "the mask has a documents node",
+    "key_padding": "the mask has a key padding node",
+    "prefix": "the mask has a prefix node",
+    "dense_mask": "the mask has a bool tensor",
+    "function_mask": "the mask has a predicate",
+    "band_only": "the mask says no more than causal and window do",
+    "only_causal": "the mask is causal and nothing else, and there is no bias",
+    "alignment": "of causal and window nodes: none, square, top_left, bottom_right or mixed",
+    "mask_last_dim_contiguous": "the last stride of mask and bias tensors is 1",
+    "mask_aligned": "row, head and batch strides of mask and bias tensors are multiples of 8 elements",
+    "mask_has_query_dim": "a mask or bias tensor has its own row for every query",
+    "dense_bias": "a float tensor is added to the scores",
+    "bias_is_query_dtype": "there is no bias tensor, or its dtype is the query's",
+    "bias_requires_grad": "the bias tensor requires grad",
+    "only_bias_requires_grad": "the bias requires grad, query, key and value do not",
+    "empty_rows": "whether some query may attend no key: none, some or unknown",
+    "softcap": "softcap value, 0 = off",
+    "sink": "an extra logit per head",
+    "alibi": "ALiBi slopes are given",
+    "function_bias": "a score_mod changes the scores",
+    "dropout_p": "dropout probability",
+    "dropout_is_sixteenth": "dropout_p * 16 is an integer",
+    "deterministic": "only deterministic algorithms may run",
+    "return_lse": "the log-sum-exp is returned",
+    "qkv_last_dim_contiguous": "the last stride of query, key and value is 1",
+    "qkv_packed": "query, key and value are packed (no gaps between rows)",
+    "qkv_aligned_16": "query, key and value, and each of their rows, start at multiples of 16 bytes",
+    "kv_heads_expanded": "key/value heads are one head with stride 0",
+    "compiled": "the call is traced by torch.compile",
+    "cuda_graph": "the call is captured into a CUDA graph",
+    "transform": "none, double_backward, forward_ad, vmap or export",
+    "distributed": "none, dtensor or context_parallel",
+}
+
+
+def facts_of(call: Call) -> Facts:
+    """Compute every field of `FACTS` for one call."""
+    facts = {**_sizes(call), **_mask(call), **_additive(call), **_rest(call)}
+    return facts
+
+
+def _length(call: Call, name: str) -> int | Varies:
+    return Varies() if name in call.context.dynamic else int(getattr(call, name))
+
+
+def _mod_128(value: int | Varies) -> int | Varies:
+    return Varies(0) if isinstance(value, Varies) else value % 128
+
+
+def _product(*values: int | Varies) -> int | Varies:
+    result = 1
+    varies = False
+    for value in values:
+        varies = varies or isinstance(value, Varies)
+        result *= value.low if isinstance(value, Varies) else value
+    return Varies(result) if varies else result
+
+
+def _sizes(call: Call) -> Facts:
+    batch = _length(call, "batch")
+    seqlen_q, seqlen_kv = _length(call, "seqlen_q"), _length(call, "seqlen_kv")
+    varies = isinstance(seqlen_q, Varies) or isinstance(seqlen_kv, Varies)
+    return {
+        "dtype": call.dtype,
+        "batch": batch,
+        "num_heads_q": call.num_heads_q,
+        "num_heads_kv": call.num_heads_kv,
+        "is_gqa": call.num_heads_q != call.num_heads_kv,
+        "seqlen_q": seqlen_q,
+        "seqlen_kv": seqlen_kv,
+        "seqlens_equal": Varies(0) if varies else seqlen_q == seqlen_kv,
+        "seqlen_q_mod_128": _mod_128(seqlen_q),
+        "seqlen_kv_mod_128": _mod_128(seqlen_kv),
+        "score_elements": _product(batch, call.num_heads_q, seqlen_q, seqlen_kv),
+        "mask_elements": _product(seqlen_q, seqlen_kv),
+        "head_dim_qk": call.head_dim_qk,
+        "head_dim_v": call.head_dim_v,
+        "head_dim_max": max(call.head_dim_qk, call.head_dim_v),
+        "head_dims_equal": call.head_dim_qk == call.head_dim_v,
+    }
+
+
+def _mask(call: Call) -> Facts:
+    nodes = call.mask
+    band = [n for n in nodes if isinstance(n, CausalNode | WindowNode)]
+    windows = [n for n in nodes if isinstance(n, WindowNode)]
+    causal = any(isinstance(n, CausalNode) for n in nodes)
+    return {
+        "causal": causal,
+        "window": bool(windows),
+        "window_right_open": any(n.right is None for n in windows) and not causal,
+        "documents": any(isinstance(n, DocumentsNode) for n in nodes),
+        "key_padding": any(isinstance(n, KeyPaddingNode) for n in nodes),
+        "prefix": any(isinstance(n, PrefixNode) for n in nodes),
+        "dense_mask": any(isinstance(n, DenseNode) for n in nodes),
+        "function_mask": any(isinstance(n, FunctionNode) for n in nodes),
+        "band_only": len(band) == len(nodes),
+        "only_causal": causal and len(nodes) == 1 and call.bias is None,
+        "alignment": alignment_of(call),
+        "empty_rows": empty_rows_of(call),
+    }
+
+
+def _tensors(call: Call) -> list[DenseNode | DenseBias]:
+    found: list[DenseNode | DenseBias] = [n for n in call.mask if isinstance(n, DenseNode)]
+    if isinstance(call.bias, DenseBias):
+        found.append(call.bias)
+    return found
+
+
+def _additive(call: Call) -> Facts:
+    tensors = _tensors(call)
+    bias = call.bias if isinstance(call.bias, DenseBias) else None
+    grad = bias is not None and bias.requires_grad
+    only: Value = False
+    if grad and call.phase == "training":
+        only = UNKNOWN if call.qkv_requires_grad is None else not call.qkv_requires_grad
+    return {
+        "mask_last_dim_contiguous": all(t.last_dim_contiguous for t in tensors),
+        "mask_aligned": all(t.aligned for t in tensors),
+        "mask_has_query_dim": any(len(t.shape) >= 2 and t.shape[-2] > 1 for t in tensors),  # noqa: PLR2004
+        "dense_bias": bias is not None,
+        "bias_is_query_dtype": bias is None or bias.dtype == call.dtype,
+        "bias_requires_grad": grad,
+        "only_bias_requires_grad": only,
+        "alibi": isinstance(call.bias, AlibiBias),
+        "function_bias": isinstance(call.bias, FunctionBias),
+    }
+
+
+def _rest(call: Call) -> Facts:
+    sixteenths = call.dropout_p * 16.0
+    return {
+        "layout": call.layout,
+        "phase": call.phase,
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "sink": call.sink,
+        "dropout_p": call.dropout_p,
+        "dropout_is_sixteenth": sixteenths == int(sixteenths),
+        "deterministic": call.deterministic,
+        "return_lse": call.return_lse,
+        "qkv_last_dim_contiguous": call.strides.last_dim_contiguous,
+        "qkv_packed": call.strides.packed,
+        "qkv_aligned_16": call.strides.aligned_16,
+        "kv_heads_expanded": call.strides.kv_heads_expanded,
+        "compiled": call.context.compiled,
+        "cuda_graph": call.context.cuda_graph,
+        "transform": call.context.transform or "none",
+        "distributed": call.context.distributed or "none",
+    }
+
+
+def alignment_of(call: Call) -> str:
+    """Return where the diagonal of causal and window nodes starts, "square" when both corners agree."""
+    found = {n.alignment for n in call.mask if isinstance(n, CausalNode | WindowNode)}
+    if not found:
+        return "none"
+    dynamic = {"seqlen_q", "seqlen_kv"} & set(call.context.dynamic)
+    if not dynamic and call.seqlen_q == call.seqlen_kv:
+        return "square"
+    return found.pop() if len(found) == 1 else "mixed"
+
+
+def empty_rows_of(call: Call) -> str:
+    """Return whether some query may attend no key: "none", "some" or "unknown"."""
+    if call.seqlen_kv == 0 and call.seqlen_q > 0:
+        return "some"
+    states = {_node_empty_rows(node, call) for node in call.mask}
+    if isinstance(call.bias, DenseBias):
+        states.add(call.bias.empty_rows)
+    if "some" in states:
+        return "some"
+    harmless = sum(1 for node in call.mask if not isinstance(node, CausalNode)) + (call.bias is not None)
+    if "unknown" in states or harmless > 1:
+        return "unknown"
+    return _causal_with_other(call) if harmless else "none"
+
+
+def _causal_with_other(call: Call) -> str:
+    """Causal and one other part: each may leave a row keys that the other removes."""
+    other = [n for n in call.mask if not isinstance(n, CausalNode)]
+    if len(other) == len(call.mask) or all(isinstance(n, WindowNode | DocumentsNode) for n in other):
+        return "none"
+    right_padded = all(isinstance(n, KeyPaddingNode) and n.side == "right" for n in other)
+    return "none" if right_padded and alignment_of(call) == "square" and call.bias is None else "unknown"
+
+
+def _node_empty_rows(node: object, call: Call) -> str:
+    if isinstance(node, DenseNode):
+        return node.empty_rows
+    if isinstance(node, CausalNode):
+        short = call.seqlen_q > call.seqlen_kv or bool(call.context.dynamic)
+        return "some" if node.alignment == "bottom_right" and short else "none"
+    if isinstance(node, WindowNode):
+        return "none" if alignment_of(call) == "square" else _window_empty_rows(node, call)
+    if isinstance(node, KeyPaddingNode):
+        if node.lengths is None:
+            return "unknown"
+        return "some" if 0 in node.lengths else "none"
+    if isinstance(node, DocumentsNode):
+        return "none" if call.seqlen_q == call.seqlen_kv else "unknown"
+    return "none" if isinstance(node, PrefixNode) else "unknown"
+
+
+def _window_empty_rows(node: WindowNode, call: Call) -> str:
+    offset = call.seqlen_kv - call.seqlen_q if node.alignment == "bottom_right" else 0
+    first_row_ok = node.right is None or offset + node.right >= 0
+    last = call.seqlen_q - 1 + offset
+    last_row_ok = node.left is None or last - node.left <= call.seqlen_kv - 1
+    return "none" if first_row_ok and last_row_ok else "some"

@@ -1,0 +1,70 @@
+"""The machine as plain data. `attnroute.probes` fills it in; a JSON file or flags do it for other machines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from attnroute.errors import ArgumentError
+
+Arch = Annotated[str, StringConstraints(pattern=r"^(cpu|sm_\d{2,3})$")]
+
+
+class Host(BaseModel):
+    """One device and the software around it.
+
+    Attributes:
+        arch: "sm_90", "sm_120", "cpu", ...; never an int and never a marketing name.
+        device_name: As the driver reports it; empty when nobody asked.
+        versions: Distribution or library to version: torch, cuda, cudnn, flash-attn-4, ... A provider
+            that is missing is not installed.
+        broken: Distribution to the error its import raised, for installs that cannot be used.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    arch: Arch
+    device_name: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+    broken: dict[str, str] = Field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        """Hash by value, so that a host can be part of a cache key."""
+        return hash((self.arch, self.device_name, tuple(sorted(self.versions.items()))))
+
+    def with_versions(self, changes: dict[str, str | None]) -> Host:
+        """Return a copy with versions set, or removed where the value is None."""
+        merged = {**self.versions, **{k: v for k, v in changes.items() if v is not None}}
+        kept = {k: v for k, v in merged.items() if not (k in changes and changes[k] is None)}
+        return self.model_copy(update={"versions": kept})
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Read a host from the JSON that `attnroute probe` prints.
+
+        Raises:
+            ArgumentError: The file cannot be read or is not a host.
+        """
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError) as error:
+            msg = (
+                f"--host requires a JSON file as `attnroute probe` prints it; got {path} ({error}); record one with "
+                f"`attnroute probe > {path.name}`."
+            )
+            raise ArgumentError(msg) from error
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """Return the arch word of a CUDA compute capability: (9, 0) is "sm_90", (12, 1) is "sm_121"."""
+    major, minor = capability
+    return f"sm_{major}{minor}"
+
+
+def sort_key(arch: str) -> tuple[int, int]:
+    """Order arch words as a reader expects: numbers ascending, cpu last."""
+    match = re.fullmatch(r"sm_(\d+)", arch)
+    return (0, int(match[1])) if match else (1, 0)

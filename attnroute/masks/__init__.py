@@ -1,0 +1,5 @@
+"""The mask algebra: nodes, conjunction, recognition of dense masks, lowering."""
+
+from attnroute.masks.nodes import All, Causal, Dense, Documents, KeyPadding, Mask, Window
+
+__all__ = ["All", "Causal", "Dense", "Documents", "KeyPadding", "Mask", "Window"]

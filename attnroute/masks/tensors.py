@@ -1,0 +1,273 @@
+"""What masks do with tensors: materialise, look into dense masks, keep what was prepared for them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnroute.call import CausalNode, DenseNode
+from attnroute.errors import argument_error
+
+if TYPE_CHECKING:
+    from attnroute.masks.lowered import LoweredMask
+    from attnroute.masks.nodes import Documents, Extent, KeyPadding
+    from attnroute.vocabulary import EmptyRows
+
+ALIGN = 8
+"""Elements. EFFICIENT needs row strides of 16 bytes at 16 bit; stock SDPA pads to the same multiple."""
+LOOK_THRESHOLD = 256 * 256
+"""Elements of seqlen_q * seqlen_kv below which a look costs more than a dense mask does."""
+_LOOK_CHUNK = 2**24
+_MATRIX_DIMS = 2
+_DIMS = 4
+_T = TypeVar("_T")
+
+
+def materialize(lowered: LoweredMask, extent: Extent) -> Tensor:
+    """Return a lowered mask as a bool tensor (batch or 1, heads or 1, seqlen_q, seqlen_kv), True = attend."""
+    device = extent.device
+    rows = torch.arange(extent.seqlen_q, device=device)[:, None]
+    columns = torch.arange(extent.seqlen_kv, device=device)[None]
+    shape = (1, 1, extent.seqlen_q, extent.seqlen_kv)
+    allowed: Tensor | None = None
+    if lowered.band_hi is not None:
+        allowed = (columns <= rows + lowered.band_hi)[None, None]
+    if lowered.band_lo is not None:
+        above = (columns >= rows + lowered.band_lo)[None, None]
+        allowed = above if allowed is None else allowed & above
+    if lowered.document_ids_q is not None and lowered.document_ids_kv is not None:
+        same = lowered.document_ids_q[:, None, :, None] == lowered.document_ids_kv[:, None, None, :]
+        allowed = same if allowed is None else allowed & same
+    for part in (None if lowered.key_keep is None else lowered.key_keep[:, None, None, :], lowered.dense):
+        if part is not None:
+            allowed = part if allowed is None else allowed & part
+    if allowed is None:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    return allowed.expand(torch.broadcast_shapes(tuple(allowed.shape), shape))
+
+
+def additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return mask and bias as one additive tensor, 0 or the bias where allowed and -inf elsewhere.
+
+    The storage is padded so that every row starts at a multiple of `ALIGN` elements. Differentiable in `bias`.
+    """
+    if allowed is None:
+        if bias is None:
+            msg = "additive() requires a mask or a bias."
+            raise ValueError(msg)
+        return aligned(bias.to(dtype))
+    shape = tuple(allowed.shape) if bias is None else torch.broadcast_shapes(allowed.shape, bias.shape)
+    target = aligned_empty(shape, dtype, allowed.device)
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        return aligned(bias.to(dtype).masked_fill(~allowed, -math.inf))
+    if bias is None:
+        target.fill_(-math.inf)
+        return target.masked_fill_(allowed, 0.0)
+    return target.copy_(bias.detach()).masked_fill_(~allowed, -math.inf)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialised storage whose rows start at multiples of `ALIGN` elements."""
+    width = -(-shape[-1] // ALIGN) * ALIGN
+    return torch.empty((*shape[:-1], width), dtype=dtype, device=device)[..., : shape[-1]]
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor itself when its rows are aligned, else a differentiable copy that is."""
+    if is_aligned(tensor) and tensor.stride(-1) == 1:
+        return tensor
+    pad = -tensor.shape[-1] % ALIGN
+    copy = torch.nn.functional.pad(tensor, (0, pad)) if pad else tensor.contiguous()
+    if copy.data_ptr() == tensor.data_ptr():
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+    return copy[..., : tensor.shape[-1]]
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether every stride but the last is a multiple of `ALIGN` elements, and the start of 16 bytes."""
+    strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return all(s % ALIGN == 0 for n, s in strides if n > 1) and tensor.data_ptr() % 16 == 0
+
+
+def as_4d(tensor: Tensor) -> Tensor:
+    """Return a 0-, 1-, 2- or 4-D tensor with leading dimensions of size 1 added up to four."""
+    return tensor[(None,) * (_DIMS - tensor.dim())]
+
+
+def check_dense(name: str, tensor: Tensor, extent: Extent) -> None:
+    """Raise unless the tensor broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv) in one way only.
+
+    Raises:
+        ArgumentError: It is 3-D (batch or heads first?), has more than four dimensions, or does not broadcast.
+    """
+    full = (extent.batch, extent.num_heads_q, extent.seqlen_q, extent.seqlen_kv)
+    shape = tuple(tensor.shape)
+    required = f"a shape that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv) = {full}"
+    if tensor.dim() == _DIMS - 1:
+        to_do = "say whether the first dimension is batch (mask[:, None]) or heads (mask[None])"
+        raise argument_error(name, required + ", with 1, 2 or 4 dimensions", f"3-D shape {shape}", to_do)
+    fits = tensor.dim() <= _DIMS and all(
+        n in (1, m) for n, m in zip(reversed(shape), reversed(full), strict=False)
+    )
+    if not fits:
+        to_do = "reshape it, or pass masks.KeyPadding(keep=...) for one bool per key and batch row"
+        raise argument_error(name, required, shape, to_do)
+
+
+def document_ids(node: Documents, extent: Extent) -> Tensor:
+    """Return int32 ids (batch or 1, seqlen) on the extent's device, made once per node."""
+
+    def make() -> Tensor:
+        if node.ids is not None:
+            return node.ids.reshape(-1, extent.seqlen_kv).to(extent.device)
+        if node.cu_seqlens is not None:
+            ends = node.cu_seqlens[1:].to(device=extent.device, dtype=torch.int64)
+            tokens = torch.arange(extent.seqlen_kv, device=extent.device)
+            return torch.searchsorted(ends, tokens, right=True).to(torch.int32)[None]
+        lengths = torch.tensor(node.lengths, device=extent.device)
+        order = torch.arange(len(node.lengths or ()), dtype=torch.int32, device=extent.device)
+        return torch.repeat_interleave(order, lengths, output_size=extent.seqlen_kv)[None]
+
+    return remember(node, ("document_ids", extent.seqlen_kv, extent.device), make)
+
+
+def cu_seqlens(node: Documents, extent: Extent) -> Tensor | None:
+    """Return int32 prefix sums (documents + 1,) on the extent's device, None for documents given as ids."""
+    if node.ids is not None:
+        return None
+
+    def make() -> Tensor:
+        if node.cu_seqlens is not None:
+            return node.cu_seqlens.to(device=extent.device, dtype=torch.int32)
+        sums = [0]
+        for length in node.lengths or ():
+            sums.append(sums[-1] + length)
+        return torch.tensor(sums, dtype=torch.int32, device=extent.device)
+
+    return remember(node, ("cu_seqlens", extent.device), make)
+
+
+def key_keep(node: KeyPadding, extent: Extent) -> Tensor:
+    """Return a bool tensor (batch, seqlen_kv) on the extent's device, made once per node."""
+
+    def make() -> Tensor:
+        if node.keep is not None:
+            return node.keep.to(device=extent.device, dtype=torch.bool)
+        tokens = torch.arange(extent.seqlen_kv, device=extent.device)[None]
+        counts = torch.as_tensor(node.lengths if node.left is None else node.left, device=extent.device)[:, None]
+        return tokens < counts if node.left is None else tokens >= counts
+
+    return remember(node, ("key_keep", extent.seqlen_kv, extent.device), make)
+
+
+def tensor_key(tensor: Tensor) -> tuple[object, ...]:
+    """Return what a decision may depend on, without looking at values."""
+    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % 16 == 0, tensor.requires_grad)
+
+
+def dense_node(tensor: Tensor, extent: Extent, *, look: bool) -> DenseNode:
+    """Return a bool tensor as data, with what a look into it found where a look is allowed."""
+    seen = look_into(tensor, extent) if look else None
+    return DenseNode(
+        shape=tuple(tensor.shape),
+        requires_grad=tensor.requires_grad,
+        last_dim_contiguous=tensor.dim() == 0 or tensor.stride(-1) == 1,
+        aligned=is_aligned(tensor),
+        empty_rows="unknown" if seen is None else seen.empty_rows,
+        recognized=None if seen is None else seen.recognized,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one look into a dense bool mask found."""
+
+    empty_rows: EmptyRows
+    recognized: tuple[CausalNode, ...] | None
+
+
+def look_into(tensor: Tensor, extent: Extent) -> Seen | None:
+    """Look into a dense bool mask once per tensor and version; None where a look is not allowed or not worth it.
+
+    A look reads the whole mask on its device and waits for the answer.
+    """
+    worth = tensor.dim() >= _MATRIX_DIMS and extent.seqlen_q * extent.seqlen_kv >= LOOK_THRESHOLD
+    fits = tensor.dim() >= _MATRIX_DIMS and tuple(tensor.shape[-2:]) == (extent.seqlen_q, extent.seqlen_kv)
+    if not worth or not fits or not may_remember(tensor) or _is_recording(tensor):
+        return None
+    return remember(tensor, ("seen",), lambda: _look(tensor))
+
+
+def _look(tensor: Tensor) -> Seen:
+    matrix = tensor[tuple(0 if s == 0 else slice(None) for s in tensor.stride()[:-2])]
+    seqlen_q, seqlen_kv = matrix.shape[-2:]
+    rows = max(1, _LOOK_CHUNK * seqlen_q // max(1, matrix.numel()))
+    full = torch.ones((), dtype=torch.bool, device=tensor.device)
+    verdicts = [full, full, full, full]
+    columns = torch.arange(seqlen_kv, device=tensor.device)
+    for start in range(0, seqlen_q, rows):
+        part = matrix[..., start : start + rows, :]
+        index = torch.arange(start, start + part.shape[-2], device=tensor.device)[:, None]
+        top_left = columns <= index
+        bottom_right = columns <= index + (seqlen_kv - seqlen_q)
+        found = [
+            part.any(-1).all(),
+            part.all(),
+            (part == top_left).all(),
+            (part == bottom_right).all(),
+        ]
+        verdicts = [a & b for a, b in zip(verdicts, found, strict=True)]
+    has_keys, everything, top_left_causal, bottom_right_causal = torch.stack(verdicts).tolist()
+    recognized: tuple[CausalNode, ...] | None = None
+    if everything:
+        recognized = ()
+    elif top_left_causal:
+        recognized = (CausalNode(),)
+    elif bottom_right_causal:
+        recognized = (CausalNode(alignment="bottom_right"),)
+    return Seen("none" if has_keys else "some", recognized)
+
+
+def _is_recording(tensor: Tensor) -> bool:
+    """A look waits for the device, which is not allowed while a CUDA graph records."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@dataclass(slots=True)
+class _Memory:
+    reference: weakref.ref[object]
+    version: int
+    made: dict[object, object] = field(default_factory=dict)
+
+
+_MEMORY: dict[int, _Memory] = {}
+
+
+def may_remember(owner: object) -> bool:
+    """Return whether what is made from this owner may be kept: not under tracing, nor where changes cannot be seen."""
+    if torch.compiler.is_compiling():
+        return False
+    if isinstance(owner, Tensor):
+        return not owner.requires_grad and not owner.is_inference()
+    return True
+
+
+def remember(owner: object, what: object, make: Callable[[], _T]) -> _T:
+    """Return what was made for an owner before, or make it; it is dropped with the owner or when that changes."""
+    if not may_remember(owner):
+        return make()
+    version = owner._version if isinstance(owner, Tensor) else 0
+    memory = _MEMORY.get(id(owner))
+    if memory is None or memory.reference() is not owner or memory.version != version:
+        place = id(owner)
+        reference = weakref.ref(owner, lambda _: _MEMORY.pop(place, None))
+        memory = _MEMORY[place] = _Memory(reference, version)
+    if what not in memory.made:
+        memory.made[what] = make()
+    return memory.made[what]  # type: ignore[return-value]

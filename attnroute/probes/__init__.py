@@ -1,0 +1,1 @@
+"""Detection: the only code that asks the machine what it has."""

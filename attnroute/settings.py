@@ -1,0 +1,243 @@
+"""Where wishes come from: the environment, `override()`, the call. The only reader of `ATTNROUTE_*`.
+
+The environment is read once, at the first call; `reload()` reads it again. Nothing here runs on the way of a call but
+one ContextVar lookup.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from attnroute.errors import OverrideError, OverrideWarning, did_you_mean
+from attnroute.policy import Policy, merge
+from attnroute.tables.load import load
+
+PREFIX = "ATTNROUTE_"
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off", "")
+ExplainMode = Literal["off", "once", "changes", "all"]
+_EXPLAIN_MODES = ("off", "once", "changes", "all")
+
+VARIABLES: dict[str, str] = {
+    "ATTNROUTE_BACKEND": "the only backend that may run",
+    "ATTNROUTE_BACKENDS": '"a,b" allows only these, in this order; "-a,-b" bans these',
+    "ATTNROUTE_STRICT": "1: no slow tier, no reroute, no unknown backend",
+    "ATTNROUTE_ALLOW_UNKNOWN": "1: a backend that no row speaks about may be chosen",
+    "ATTNROUTE_TABLES": "folder of tables that outrank the shipped ones",
+    "ATTNROUTE_TUNING": "off, read, or a path: measured costs (none are shipped yet)",
+    "ATTNROUTE_EXPLAIN": "off, once, changes or all: print decisions to stderr",
+    "ATTNROUTE_RECOGNIZE": "0: do not look into dense masks",
+}
+
+_OVERRIDE: ContextVar[Policy | None] = ContextVar("attnroute_override", default=None)
+
+
+def current() -> Policy:
+    """Return what `override()` and the environment say now."""
+    scoped = _OVERRIDE.get()
+    return environment() if scoped is None else scoped
+
+
+@lru_cache(maxsize=1)
+def environment() -> Policy:
+    """Return what the environment says, read at the first call."""
+    return from_environment(os.environ)
+
+
+@lru_cache(maxsize=1)
+def explain_mode() -> ExplainMode:
+    """Return what ATTNROUTE_EXPLAIN asks for, read at the first call."""
+    value = os.environ.get("ATTNROUTE_EXPLAIN", "off").strip().lower() or "off"
+    return _one_of("ATTNROUTE_EXPLAIN", value, _EXPLAIN_MODES)  # type: ignore[return-value]
+
+
+def reload() -> None:
+    """Read the environment again at the next call."""
+    environment.cache_clear()
+    explain_mode.cache_clear()
+
+
+def from_environment(environ: Mapping[str, str]) -> Policy:
+    """Read every `ATTNROUTE_*` variable.
+
+    Raises:
+        OverrideError: A value cannot be understood; the message lists the right ones.
+
+    Warns:
+        OverrideWarning: A variable is not known; the message names the nearest right one.
+    """
+    settings: dict[str, object] = {}
+    origin: dict[str, str] = {}
+    for name, text in sorted(environ.items()):
+        if not name.startswith(PREFIX):
+            continue
+        reader = _READERS.get(name)
+        if reader is None:
+            _warn_unknown(name)
+            continue
+        for setting, value in reader(name, text.strip()).items():
+            settings[setting] = value
+            origin[setting] = f"{name}={text}"
+    return Policy.model_validate({**settings, "origin": origin})
+
+
+@contextmanager
+def override(
+    *,
+    backend: str | None = None,
+    prefer: str | Iterable[str] | None = None,
+    allow: Iterable[str] | None = None,
+    ban: str | Iterable[str] | None = None,
+    strict: bool | None = None,
+    allow_unknown: bool | None = None,
+    recognize: bool | None = None,
+    double_backward: bool = False,
+) -> Iterator[Policy]:
+    """Steer every call inside the block, in this thread or task, also in code that cannot be edited.
+
+    Args:
+        backend: The only backend that may run.
+        prefer: One or more backends to try first.
+        allow: The only backends that may run, in this order.
+        ban: One or more backends that may not run, whoever asks.
+        strict: No slow tier, no reroute, no unknown backend.
+        allow_unknown: A backend that no row speaks about may be chosen.
+        recognize: Look into dense masks.
+        double_backward: Gradients will be differentiated again, which no tensor shows beforehand.
+
+    Yields:
+        The policy in force inside the block.
+
+    Raises:
+        OverrideError: A backend is not known.
+    """
+    stated = policy_of("override()", backend=backend, prefer=prefer, allow=allow, ban=ban)
+    flags = {"strict": strict, "allow_unknown": allow_unknown, "recognize": recognize}
+    changes: dict[str, object] = {name: value for name, value in flags.items() if value is not None}
+    if double_backward:
+        changes["transform"] = "double_backward"
+    flagged = Policy.model_validate({**changes, "origin": dict.fromkeys(changes, "override()")})
+    token = _OVERRIDE.set(merge(merge(current(), stated), flagged))
+    try:
+        yield current()
+    finally:
+        _OVERRIDE.reset(token)
+
+
+def policy_of(
+    origin: str,
+    *,
+    backend: str | None = None,
+    prefer: str | Iterable[str] | None = None,
+    allow: Iterable[str] | None = None,
+    ban: str | Iterable[str] | None = None,
+) -> Policy:
+    """Build a policy from backend names.
+
+    Raises:
+        OverrideError: A backend is not known.
+    """
+    settings: dict[str, object] = {}
+    if backend is not None:
+        settings["require"] = _backend(origin + " backend", backend)
+    for name, value in (("prefer", prefer), ("allow", allow), ("ban", ban)):
+        if value is not None:
+            words = (value,) if isinstance(value, str) else tuple(value)
+            settings[name] = tuple(_backend(f"{origin} {name}", word) for word in words)
+    return Policy.model_validate({**settings, "origin": dict.fromkeys(settings, origin)})
+
+
+def known_backends() -> tuple[str, ...]:
+    """Return every backend that the tables in force know."""
+    return tuple(load().backends)
+
+
+def _backend(where: str, word: str) -> str:
+    known = known_backends()
+    if word not in known:
+        msg = f'{where} requires one of {", ".join(known)}; got "{word}"{did_you_mean(word, known)}.'
+        raise OverrideError(msg)
+    return word
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        msg = f'{name} requires one of {", ".join(choices)}; got "{value}"{did_you_mean(value, choices)}.'
+        raise OverrideError(msg)
+    return value
+
+
+def _read_backend(name: str, text: str) -> dict[str, object]:
+    return {"require": _backend(name, text)} if text else {}
+
+
+def _read_backends(name: str, text: str) -> dict[str, object]:
+    words = [w.strip() for w in text.split(",") if w.strip()]
+    banned = tuple(_backend(name, w[1:]) for w in words if w.startswith("-"))
+    allowed = tuple(_backend(name, w) for w in words if not w.startswith("-"))
+    found: dict[str, object] = {}
+    if banned:
+        found["ban"] = banned
+    if allowed:
+        found["allow"] = allowed
+    return found
+
+
+def _flag(setting: str) -> Callable[[str, str], dict[str, object]]:
+    def read(name: str, text: str) -> dict[str, object]:
+        word = text.lower()
+        if word not in _TRUE + _FALSE:
+            msg = f'{name} requires 1 or 0 (also {", ".join(_TRUE[1:] + _FALSE[1:-1])}); got "{text}".'
+            raise OverrideError(msg)
+        return {setting: word in _TRUE}
+
+    return read
+
+
+def _read_tables(name: str, text: str) -> dict[str, object]:
+    if not text:
+        return {}
+    if not Path(text).is_dir():
+        msg = f'{name} requires a folder with the layout of capability_tables; got "{text}".'
+        raise OverrideError(msg)
+    return {"tables": Path(text)}
+
+
+def _read_tuning(name: str, text: str) -> dict[str, object]:
+    word = text or "off"
+    if word not in ("off", "read") and not Path(word).exists():
+        msg = f'{name} requires off, read or the path of a cost file; got "{text}".'
+        raise OverrideError(msg)
+    if word != "off":
+        msg = f"{name} requires off, because no measured costs can be read yet; got {text!r}; unset it."
+        raise OverrideError(msg)
+    return {}
+
+
+def _read_explain(name: str, text: str) -> dict[str, object]:
+    _one_of(name, text.lower() or "off", _EXPLAIN_MODES)
+    return {}
+
+
+def _warn_unknown(name: str) -> None:
+    near = did_you_mean(name, VARIABLES) or f" the known ones are {', '.join(VARIABLES)}."
+    warnings.warn(f"{name} is no variable of attnroute and has no effect{near}", OverrideWarning, stacklevel=4)
+
+
+_READERS: dict[str, Callable[[str, str], dict[str, object]]] = {
+    "ATTNROUTE_BACKEND": _read_backend,
+    "ATTNROUTE_BACKENDS": _read_backends,
+    "ATTNROUTE_STRICT": _flag("strict"),
+    "ATTNROUTE_ALLOW_UNKNOWN": _flag("allow_unknown"),
+    "ATTNROUTE_TABLES": _read_tables,
+    "ATTNROUTE_TUNING": _read_tuning,
+    "ATTNROUTE_EXPLAIN": _read_explain,
+    "ATTNROUTE_RECOGNIZE": _flag("recognize"),
+}

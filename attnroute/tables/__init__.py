@@ -1,0 +1,1 @@
+"""Capability tables: the data model, the loader, the condition grammar and the lint."""

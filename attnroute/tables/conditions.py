@@ -1,0 +1,145 @@
+"""The small condition grammar of the tables: parse, evaluate over four values, render.
+
+Comma-joined terms `==x !=x <x <=x >x >=x %n` must all hold; x is a number, a bare word or another field. A
+bool means equality, a list means one of. Nothing is ever executed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from attnroute.facts import FACTS, Facts, Unknown, Value, Varies
+
+Tri = Literal["true", "false", "varies", "unknown"]
+Spec = bool | int | float | str | list[str] | list[int] | list[bool]
+
+_TERM = re.compile(r"(==|!=|<=|>=|<|>|%)\s*(-?[\w.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One comparison of a field with a number, a word or another field."""
+
+    op: str
+    operand: int | float | str
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> tuple[Term, ...]:
+    """Parse comma-joined terms.
+
+    Raises:
+        ValueError: A part is not an operator followed by a number or a word.
+    """
+    terms = []
+    for part in text.split(","):
+        match = _TERM.fullmatch(part.strip())
+        if match is None:
+            msg = f'a condition requires terms like ">=8", "%8" or "==top_left"; got "{part.strip()}".'
+            raise ValueError(msg)
+        terms.append(Term(match[1], _operand(match[2])))
+    return tuple(terms)
+
+
+def evaluate(spec: Spec, value: Value, facts: Facts) -> Tri:
+    """Hold one field's value against its condition."""
+    if isinstance(value, Unknown):
+        return "unknown"
+    if isinstance(spec, list):
+        return "varies" if isinstance(value, Varies) else _tri(value in spec)
+    if isinstance(spec, str):
+        return combine_and([_term(term, value, facts) for term in parse(spec)])
+    return "varies" if isinstance(value, Varies) else _tri(value == spec)
+
+
+def combine_and(parts: list[Tri]) -> Tri:
+    """All must hold: one false decides, then what is not certain."""
+    for result in ("false", "unknown", "varies"):
+        if result in parts:
+            return result
+    return "true"
+
+
+def combine_or(parts: list[Tri]) -> Tri:
+    """One must hold: one true decides, then what is not certain."""
+    for result in ("true", "unknown", "varies"):
+        if result in parts:
+            return result
+    return "false"
+
+
+def render(field: str, spec: Spec) -> str:
+    """Say a condition as the table has it: `head_dim_qk >=8, <=256`."""
+    if isinstance(spec, bool):
+        return f"{field} = {str(spec).lower()}"
+    if isinstance(spec, list):
+        return f"{field} one of {', '.join(str(s) for s in spec)}"
+    if isinstance(spec, str):
+        return f"{field} {spec}"
+    return f"{field} = {spec}"
+
+
+def fields_of(spec: Spec) -> set[str]:
+    """Return the other fields that a condition refers to."""
+    if not isinstance(spec, str):
+        return set()
+    return {t.operand for t in parse(spec) if isinstance(t.operand, str) and t.operand in FACTS}
+
+
+def _operand(text: str) -> int | float | str:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _tri(value: bool) -> Tri:  # noqa: FBT001
+    return "true" if value else "false"
+
+
+def _term(term: Term, value: Value, facts: Facts) -> Tri:
+    operand: Value = term.operand
+    if isinstance(operand, str) and operand in FACTS:
+        operand = facts[operand]
+    if isinstance(operand, Unknown) or isinstance(value, Unknown):
+        return "unknown"
+    if isinstance(operand, Varies):
+        return "varies"
+    if isinstance(value, Varies):
+        return _varying(term.op, value.low, operand)
+    return _tri(_compare(term.op, value, operand))
+
+
+def _varying(op: str, low: int, operand: bool | float | str) -> Tri:
+    """An integer from `low` up against a fixed operand: certain only below `low`."""
+    if isinstance(operand, str):
+        return "varies"
+    below = operand < low
+    if op in ("==", "<", "<="):
+        certain = below or (op == "<" and operand <= low)
+        return "false" if certain else "varies"
+    if op in ("!=", ">"):
+        return "true" if below else "varies"
+    if op == ">=":
+        return "true" if operand <= low else "varies"
+    return "true" if operand == 1 else "varies"
+
+
+def _compare(op: str, value: bool | float | str, operand: bool | float | str) -> bool:
+    if op == "==":
+        return value == operand
+    if op == "!=":
+        return value != operand
+    if isinstance(value, str) or isinstance(operand, str):
+        msg = f'the operator "{op}" requires numbers; got {value!r} and {operand!r}.'
+        raise TypeError(msg)
+    if op == "%":
+        return value % operand == 0
+    return {"<": value < operand, "<=": value <= operand, ">": value > operand, ">=": value >= operand}[op]

@@ -1,0 +1,284 @@
+"""What must hold between the rows of the tables, beyond what each row's own model checks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from attnroute.errors import TableError
+from attnroute.tables.load import ANY, SHARED, RuleRow, Tables
+from attnroute.tables.versions import comparable, specifier
+from attnroute.vocabulary import FEATURES
+
+if TYPE_CHECKING:
+    import datetime
+
+    from attnroute.tables.schema import Evidence, Ranges, Rule
+
+EXECUTORS = Path(__file__).parent.parent / "executors"
+RESERVED = ("feature-", "versions-known", "no-table")
+"""Beginnings of rule names that the engine gives to its own findings."""
+_STOCK_FILE = f"{ANY}/stock.toml"
+_TAKES_ALL = "math"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with the tables.
+
+    Attributes:
+        file: The file below its table folder, e.g. `sm_90/cudnn.toml`.
+        rule: The name of the row, empty when it is not about one.
+        field: The key that must change.
+        sentence: What is required, what was got, and what to do.
+    """
+
+    file: str
+    rule: str
+    field: str
+    sentence: str
+
+    def __str__(self) -> str:
+        """Say it on one line."""
+        where = ": ".join(part for part in (self.file, self.rule, self.field) if part)
+        return f"{where}: {self.sentence}"
+
+
+def lint(tables: Tables, today: datetime.date) -> list[Problem]:
+    """Check the tables as a whole.
+
+    Args:
+        tables: The tables; overlays are checked together with what they lie on.
+        today: The day against which `recheck_after` is held.
+
+    Returns:
+        Every problem, none for sound tables. While files cannot be read or resolved, only those problems.
+    """
+    basic = [*_inheritance(tables), *_readable(tables)]
+    if basic:
+        return basic
+    checks: tuple[Callable[[Tables], Iterable[Problem]], ...] = (
+        _names,
+        _features,
+        _files,
+        _measurements,
+        _empty_ranges,
+        _duplicates,
+        _orders,
+        _last_orders,
+        _stock,
+        _executors,
+    )
+    return [*(problem for check in checks for problem in check(tables)), *_expired(tables, today)]
+
+
+def _inheritance(tables: Tables) -> Iterator[Problem]:
+    for name in tables.arch_names:
+        seen = [name]
+        try:
+            while (parent := tables.arch(seen[-1]).inherits) is not None and parent not in seen:
+                seen.append(parent)
+        except TableError as error:
+            yield Problem(f"{seen[-1]}/arch.toml", "", "inherits", str(error))
+            continue
+        if parent is not None:
+            circle = " -> ".join([*seen, parent])
+            yield Problem(f"{name}/arch.toml", "", "inherits", f"requires an end; got the circle {circle}.")
+
+
+def _readable(tables: Tables) -> Iterator[Problem]:
+    try:
+        _ = tables.stock, tables.all_rows()
+        for arch in tables.arch_names:
+            for backend in tables.backends:
+                tables.rules(arch, backend)
+                tables.features(arch, backend)
+    except TableError as error:
+        yield Problem("", "", "", str(error))
+
+
+def _names(tables: Tables) -> Iterator[Problem]:
+    for row in tables.all_rows():
+        if row.rule.name.startswith(RESERVED):
+            sentence = f"requires a beginning that the engine does not use itself; got {row.rule.name}."
+            yield _problem(row, "name", sentence)
+    for arch in tables.arch_names:
+        counts = Counter(order.name for order in tables.arch(arch).order)
+        for name in (name for name, count in counts.items() if count > len(tables.folders)):
+            yield Problem(f"{arch}/arch.toml", name, "name", "requires a unique value; it stands twice.")
+
+
+def _features(tables: Tables) -> Iterator[Problem]:
+    for backend in tables.backends:
+        for name in sorted(set(FEATURES) - set(tables.answers(ANY, backend))):
+            sentence = f'requires true, false or "unknown"; got no answer; write features.{name}.'
+            yield Problem(f"{ANY}/{backend}.toml", "", f"features.{name}", sentence)
+
+
+def _files(tables: Tables) -> Iterator[Problem]:
+    """Every file is about a backend, or is shared and included somewhere."""
+    places = {(p.parent.name, p.stem) for folder in tables.folders for p in folder.glob("*/*.toml")}
+    places -= {(arch, "arch") for arch in tables.arch_names} | {(ANY, "stock")}
+    included = {name for place in places for table in tables.files(*place) for name in table.include}
+    for scope, stem in sorted(places):
+        file = f"{scope}/{stem}.toml"
+        if scope == SHARED:
+            if f"{scope}/{stem}" not in included:
+                yield Problem(file, "", "include", "requires a file that includes it; got none; remove it.")
+        elif scope not in (ANY, *tables.arch_names):
+            yield Problem(file, "", "", f"requires {scope}/arch.toml beside it; got none.")
+        elif stem not in tables.backends:
+            known = ", ".join(tables.backends)
+            yield Problem(file, "", "", f"requires a backend's name, one of {known}; got {stem}.")
+
+
+def _measurements(tables: Tables) -> Iterator[Problem]:
+    """A measurement names its data file; an installed wheel has no benchmarks to look into."""
+    for folder, file, name, evidence in _evidence(tables):
+        results = folder.parent / "benchmarks" / "results"
+        if evidence.kind != "measured" or not results.is_dir():
+            continue
+        if not (results / f"{evidence.ref}.json").is_file():
+            sentence = f"requires benchmarks/results/{evidence.ref}.json for a measurement; got no such file."
+            yield Problem(file, name, "evidence.ref", sentence)
+
+
+def _empty_ranges(tables: Tables) -> Iterator[Problem]:
+    for row in tables.all_rows():
+        for name, ranges in row.rule.versions.items():
+            for option in _options(ranges):
+                if not _points(name, [option]):
+                    sentence = f"requires a range with a version in it; got {option}."
+                    yield _problem(row, f"versions.{name}", sentence)
+
+
+def _duplicates(tables: Tables) -> Iterator[Problem]:
+    """Two rows that say the same of the same versions: one is forgotten when the other changes."""
+    told: set[tuple[str, str]] = set()
+    for arch in tables.arch_names:
+        for backend in tables.backends:
+            for one, other in combinations(tables.rules(arch, backend) or (), 2):
+                pair = (one.id, other.id)
+                if pair not in told and _same_statement(one.rule, other.rule):
+                    told.add(pair)
+                    sentence = f"requires versions apart from those of {one.id}, which says the same."
+                    yield _problem(other, "versions", sentence)
+
+
+def _orders(tables: Tables) -> Iterator[Problem]:
+    for arch in tables.arch_names:
+        described = {b for b in tables.backends if tables.rules(arch, b) is not None}
+        for order in tables.arch(arch).order:
+            missing, strange = described - set(order.order), set(order.order) - set(tables.backends)
+            if missing or strange:
+                sentence = (
+                    f"requires each of {', '.join(sorted(described))} and no other; missing are "
+                    f"{', '.join(sorted(missing)) or 'none'}, unknown {', '.join(sorted(strange)) or 'none'}."
+                )
+                yield Problem(f"{arch}/arch.toml", order.name, "order", sentence)
+
+
+def _last_orders(tables: Tables) -> Iterator[Problem]:
+    for arch in tables.arch_names:
+        last = tables.arch(arch).order[-1]
+        if last.when or last.versions or last.phase is not None:
+            sentence = "requires no condition in the last order, so that one always applies; got one."
+            yield Problem(f"{arch}/arch.toml", last.name, "when", sentence)
+
+
+def _stock(tables: Tables) -> Iterator[Problem]:
+    if not tables.stock or tables.stock[-1].versions or tables.stock[-1].archs is not None:
+        sentence = "requires a last order without a condition, so that one always applies; got none."
+        yield Problem(_STOCK_FILE, "", "order", sentence)
+    for order in tables.stock:
+        strange = sorted(set(order.order) - set(tables.backends))
+        if strange or _TAKES_ALL not in order.order:
+            sentence = f"requires backends of the tables and {_TAKES_ALL}; got {', '.join(order.order)}."
+            yield Problem(_STOCK_FILE, order.name, "order", sentence)
+        for arch in sorted(set(order.archs or ()) - set(tables.arch_names)):
+            sentence = f"requires architectures of the tables; got {arch}."
+            yield Problem(_STOCK_FILE, order.name, "archs", sentence)
+
+
+def _executors(tables: Tables) -> Iterator[Problem]:
+    """Every backend has a module that runs it, and the reverse. By path: nothing is imported."""
+    modules = [p for p in EXECUTORS.glob("[a-z]*.py") if "\ndef run(" in p.read_text(encoding="utf-8")]
+    runnable = {p.stem for p in modules}
+    for name in sorted(set(tables.backends) - runnable):
+        sentence = f"requires attnroute/executors/{name}.py with a run(); got none."
+        yield Problem(f"{ANY}/{name}.toml", "", "", sentence)
+    for name in sorted(runnable - set(tables.backends)):
+        sentence = f"is required by attnroute/executors/{name}.py; got no such file."
+        yield Problem(f"{ANY}/{name}.toml", "", "", sentence)
+
+
+def _expired(tables: Tables, today: datetime.date) -> Iterator[Problem]:
+    for row in tables.all_rows():
+        day = row.rule.recheck_after
+        if day is not None and day < today:
+            sentence = f"has passed on {day}; measure again, then narrow the row or move the day."
+            yield _problem(row, "recheck_after", sentence)
+
+
+def _problem(row: RuleRow, field: str, sentence: str) -> Problem:
+    return Problem(f"{row.file.parent.name}/{row.file.name}", row.rule.name, field, sentence)
+
+
+def _evidence(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
+    """Folder, file, row and evidence of everything that cites any."""
+    for row in tables.all_rows():
+        for evidence in row.rule.evidence:
+            yield row.file.parent.parent, f"{row.file.parent.name}/{row.file.name}", row.rule.name, evidence
+    first = tables.folders[0]
+    for scope in (ANY, *tables.arch_names):
+        for backend in tables.backends:
+            for feature, answer in tables.answers(scope, backend).items():
+                for evidence in answer.evidence:
+                    yield first, f"{scope}/{backend}.toml", f"features.{feature}", evidence
+    for arch in tables.arch_names:
+        table = tables.arch(arch)
+        rows = [("", table.evidence), *((order.name, order.evidence) for order in table.order)]
+        for name, cited in rows:
+            for evidence in cited:
+                yield first, f"{arch}/arch.toml", name, evidence
+
+
+def _same_statement(one: Rule, other: Rule) -> bool:
+    if (one.kind, one.when, one.requires) != (other.kind, other.when, other.requires):
+        return False
+    if one.phase != other.phase and None not in (one.phase, other.phase):
+        return False
+    if one.scope != other.scope and "call" not in (one.scope, other.scope):
+        return False
+    shared = set(one.versions) & set(other.versions)
+    return all(_points(name, _options(one.versions[name]), _options(other.versions[name])) for name in shared)
+
+
+def _options(ranges: Ranges) -> list[str]:
+    return [ranges] if isinstance(ranges, str) else ranges
+
+
+def _points(distribution: str, *ranges: list[str]) -> list[Version]:
+    """Return versions that lie in each of several ranges: those on, below and above every bound are enough."""
+    bounds = {spec.version.removesuffix(".*") for options in ranges for o in options for spec in specifier(o)}
+    near = [point for bound in bounds for point in _around(comparable(distribution, bound))]
+    return [p for p in near if all(any(p in specifier(o) for o in options) for options in ranges)]
+
+
+def _around(version: Version) -> list[Version]:
+    """Return the version with its neighbours: the next one, and the last one before it."""
+    if version.pre is not None:
+        letter, number = version.pre
+        base = version.base_version
+        return [version, *(Version(f"{base}{letter}{max(0, number + step)}") for step in (1, -1))]
+    parts = [*version.release, 0, 0][:3]
+    after = [*parts[:2], parts[2] + 1]
+    below = next(i for i in (2, 1, 0) if parts[i] or i == 0)
+    before = [*parts[:below], max(0, parts[below] - 1), *([99] * (2 - below))]
+    return [version, Version(".".join(map(str, after))), Version(".".join(map(str, before)))]

@@ -1,0 +1,255 @@
+"""Find the table files, parse each once, and give out the rows of one architecture.
+
+Files ship inside the wheel as `attnroute/_capability_tables`; an editable install has them as the sibling
+folder `capability_tables`. An overlay folder of the same layout adds rows, replaces rows of the same id and
+puts its declared orders first.
+
+The rows about a backend on an architecture are those of `any/`, those of the architecture's own file and those
+of the files that it includes. An architecture without an own file has the file of the one it inherits from.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from attnroute.errors import TableError, did_you_mean
+from attnroute.tables.schema import (
+    ArchTable,
+    BackendInfo,
+    BackendTable,
+    FeatureAnswer,
+    Order,
+    Rule,
+    StockOrder,
+    StockTable,
+)
+from attnroute.vocabulary import Feature
+
+ANY = "any"
+SHARED = "shared"
+"""The folder of files that several architectures include."""
+_PACKAGED = Path(__file__).parent.parent / "_capability_tables"
+_SIBLING = Path(__file__).parent.parent.parent / "capability_tables"
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRow:
+    """A rule with its id and the file it stands in."""
+
+    id: str
+    rule: Rule
+    file: Path
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRow:
+    """A backend's answer about one feature, with its id."""
+
+    id: str
+    answer: FeatureAnswer
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the tables that came with this installation.
+
+    Raises:
+        TableError: Neither the packaged nor the sibling folder is there.
+    """
+    for folder in (_PACKAGED, _SIBLING):
+        if folder.is_dir():
+            return folder
+    msg = f"attnroute requires its capability tables at {_PACKAGED} or {_SIBLING}; got neither; reinstall it."
+    raise TableError(msg)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of one or more folders, later folders over earlier ones."""
+
+    folders: tuple[Path, ...]
+    _archs: dict[str, ArchTable] = field(default_factory=dict, compare=False)
+    _rows: dict[tuple[str, str], tuple[RuleRow, ...] | None] = field(default_factory=dict, compare=False)
+    _features: dict[tuple[str, str], dict[str, FeatureRow]] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def backends(self) -> dict[str, BackendInfo]:
+        """Every backend that the tables know, by name."""
+        found = {name: self._info(name) for name in self._names(ANY) if name != "stock"}
+        missing = sorted(name for name, info in found.items() if info is None)
+        if missing:
+            msg = f"any/{missing[0]}.toml requires a [backend] section; got none."
+            raise TableError(msg)
+        return {name: info for name, info in found.items() if info is not None}
+
+    @cached_property
+    def arch_names(self) -> tuple[str, ...]:
+        """Every architecture that has an arch.toml."""
+        names = {p.parent.name for folder in self.folders for p in folder.glob("*/arch.toml")}
+        return tuple(sorted(names, key=lambda n: (n == "cpu", len(n), n)))
+
+    @cached_property
+    def stock(self) -> tuple[StockOrder, ...]:
+        """The orders of torch's own selector."""
+        orders: list[StockOrder] = []
+        for folder in self.folders:
+            path = folder / ANY / "stock.toml"
+            if path.is_file():
+                orders = [*_read(path, StockTable).order, *orders]
+        return tuple(orders)
+
+    def arch(self, name: str) -> ArchTable:
+        """Return one architecture.
+
+        Raises:
+            TableError: No table describes it.
+        """
+        if name not in self._archs:
+            tables = [_read(p, ArchTable) for f in self.folders if (p := f / name / "arch.toml").is_file()]
+            if not tables:
+                known = ", ".join(self.arch_names)
+                near = did_you_mean(name, self.arch_names)
+                to_do = f"add {name}/arch.toml to describe it"
+                msg = f'arch requires one of {known}; got "{name}"{near}; {to_do}.'
+                raise TableError(msg)
+            orders: list[Order] = [o for t in reversed(tables) for o in t.order]
+            self._archs[name] = tables[-1].model_copy(update={"order": orders})
+        return self._archs[name]
+
+    def features(self, arch: str, backend: str) -> dict[str, FeatureRow]:
+        """Return a backend's answers by feature, the architecture's own answers over those of `any/`."""
+        key = (arch, backend)
+        if key not in self._features:
+            self._features[key] = {
+                name: FeatureRow(f"{scope}/{backend}/feature-{name.replace('_', '-')}", answer)
+                for scope in (ANY, *reversed(self._lineage(arch, backend)))
+                for name, answer in self.answers(scope, backend).items()
+            }
+        return self._features[key]
+
+    def rules(self, arch: str, backend: str) -> tuple[RuleRow, ...] | None:
+        """Return every row about a backend on an architecture, or None if nothing was written for it."""
+        key = (arch, backend)
+        if key not in self._rows:
+            scopes = self._lineage(arch, backend)
+            known = bool(scopes) or backend in self._listed(arch)
+            rows = {r.id: r for scope in (ANY, *scopes) for r in self._with_included(scope, backend)}
+            self._rows[key] = tuple(rows.values()) if known else None
+        return self._rows[key]
+
+    def all_rows(self) -> list[RuleRow]:
+        """Return every row of every file once."""
+        places = {(p.parent.name, p.stem) for folder in self.folders for p in folder.glob("*/*.toml")}
+        return [row for place in sorted(places - self._not_rules(places)) for row in self._merged(*place)]
+
+    def _not_rules(self, places: set[tuple[str, str]]) -> set[tuple[str, str]]:
+        return {(scope, stem) for scope, stem in places if stem == "arch"} | {(ANY, "stock")}
+
+    def _lineage(self, arch: str, backend: str) -> tuple[str, ...]:
+        """Return the folders whose file speaks about a backend here, the nearest first.
+
+        A file replaces the inherited one only in the folder that introduces the architecture: an overlay's
+        file adds to what is inherited, because a user who adds one row must not lose the others.
+        """
+        table = self.arch(arch)
+        homes = [f for f in self.folders if (f / arch / "arch.toml").is_file()]
+        own = (arch,) if any((f / arch / f"{backend}.toml").is_file() for f in self.folders) else ()
+        if table.inherits is None or (homes[0] / arch / f"{backend}.toml").is_file():
+            return own
+        return (*own, *self._lineage(table.inherits, backend))
+
+    def _listed(self, arch: str) -> frozenset[str]:
+        table = self.arch(arch)
+        inherited = self._listed(table.inherits) if table.inherits is not None else frozenset()
+        return inherited | set(table.backends)
+
+    def _with_included(self, scope: str, stem: str, above: tuple[str, ...] = ()) -> tuple[RuleRow, ...]:
+        here = f"{scope}/{stem}"
+        if here in above:
+            raise TableError(f"{here}.toml: include requires files that do not include it; got {above[-1]}.")
+        rows: list[RuleRow] = []
+        for table in self.files(scope, stem):
+            for name in table.include:
+                folder, _, file = name.partition("/")
+                if not self.files(folder, file):
+                    raise TableError(f"{here}.toml: include requires an existing file; got {name}.")
+                rows.extend(self._with_included(folder, file, (*above, here)))
+        return (*rows, *self._merged(scope, stem))
+
+    def files(self, scope: str, stem: str) -> list[BackendTable]:
+        """Return one file of every folder that has it."""
+        paths = (folder / scope / f"{stem}.toml" for folder in self.folders)
+        return [_read(path, BackendTable) for path in paths if path.is_file()]
+
+    def answers(self, scope: str, backend: str) -> dict[Feature, FeatureAnswer]:
+        """Return the feature answers that stand in one folder."""
+        return {name: a for table in self.files(scope, backend) for name, a in table.features.items()}
+
+    def _merged(self, scope: str, backend: str) -> tuple[RuleRow, ...]:
+        rows: dict[str, RuleRow] = {}
+        for folder in self.folders:
+            path = folder / scope / f"{backend}.toml"
+            if path.is_file():
+                for rule in _read(path, BackendTable).rule:
+                    row = RuleRow(f"{scope}/{backend}/{rule.name}", rule, path)
+                    if row.id in rows and rows[row.id].file == path:
+                        msg = f"{path}: rule {rule.name}: name requires a unique value; it stands twice."
+                        raise TableError(msg)
+                    rows[row.id] = row
+        return tuple(rows.values())
+
+    def _info(self, backend: str) -> BackendInfo | None:
+        found = [table.backend for table in self.files(ANY, backend) if table.backend is not None]
+        return found[-1] if found else None
+
+    def _names(self, scope: str) -> list[str]:
+        return sorted({p.stem for folder in self.folders for p in (folder / scope).glob("*.toml")})
+
+
+@lru_cache(maxsize=8)
+def load(overlay: Path | None = None) -> Tables:
+    """Return the shipped tables, with an overlay folder on top if one is given.
+
+    Raises:
+        TableError: A folder is missing or a file is malformed.
+    """
+    folders = [shipped_folder()]
+    if overlay is not None:
+        if not overlay.is_dir():
+            msg = f"ATTNROUTE_TABLES requires a folder with the layout of capability_tables; got {overlay}."
+            raise TableError(msg)
+        folders.append(overlay)
+    return Tables(tuple(folders))
+
+
+@lru_cache(maxsize=512)
+def _read(path: Path, model: type[_Model]) -> _Model:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        msg = f"{path}: requires TOML; {error}."
+        raise TableError(msg) from error
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise TableError(_sentence(path, data, error)) from error
+
+
+def _sentence(path: Path, data: dict[str, object], error: ValidationError) -> str:
+    """Name the file, the rule and the field of the first problem."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"]]
+    rules = data.get("rule")
+    if len(where) > 1 and where[0] == "rule" and isinstance(rules, list):
+        rule = rules[int(where[1])]
+        name = rule.get("name", f"number {int(where[1]) + 1}") if isinstance(rule, dict) else where[1]
+        where = [f"rule {name}", ".".join(where[2:]) or "whole row"]
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    said = f"{': '.join(where)}: {first['msg']}; got {first['input']!r}{more}."
+    return f"{path.parent.name}/{path.name}: {said}"

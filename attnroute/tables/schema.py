@@ -1,0 +1,210 @@
+"""The data model of the capability tables. `capability_tables/schema.json` is generated from it."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+from attnroute.facts import FACTS
+from attnroute.host import Arch
+from attnroute.tables import conditions, versions
+from attnroute.tables.conditions import Spec
+from attnroute.vocabulary import EvidenceKind, Feature, Phase, Repair, RuleKind, RuleScope
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
+Backend = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+Shared = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*/[a-z][a-z0-9_]*$")]
+Ranges = str | list[str]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Evidence(_Row):
+    """Where a number comes from.
+
+    `kind` is "measured" only when a GPU ran it (`ref` names the data file), "probe" when a release binary's
+    own check was asked without a GPU, "source" when it was read in that release's code, "issue" for a public
+    report, "docs" for a vendor's page, "inferred" when nobody looked, "own" for attnroute's own code.
+    """
+
+    kind: EvidenceKind
+    ref: str
+    version: str | None = None
+    date: datetime.date | None = None
+    note: str | None = None
+
+
+def _check_box(box: dict[str, Spec]) -> dict[str, Spec]:
+    for field, spec in box.items():
+        unknown = ({field} | conditions.fields_of(spec)) - set(FACTS)
+        if unknown:
+            msg = f"a condition requires fields that attnroute.facts lists; got {sorted(unknown)}."
+            raise ValueError(msg)
+    return box
+
+
+def _check_ranges(ranges: dict[str, Ranges]) -> dict[str, Ranges]:
+    for option in ranges.values():
+        for text in [option] if isinstance(option, str) else option:
+            versions.specifier(text)
+    return ranges
+
+
+Box = dict[str, Spec]
+Versions = dict[str, Ranges]
+
+
+class AnyOf(_Row):
+    """Several boxes, one of which must hold: for regions that are not rectangles."""
+
+    any_of: list[Box]
+
+    @field_validator("any_of")
+    @classmethod
+    def _known_fields(cls, boxes: list[Box]) -> list[Box]:
+        return [_check_box(box) for box in boxes]
+
+
+class Rule(_Row):
+    """One necessary condition: where `when`, `versions` and `phase` apply, `requires` must hold.
+
+    Attributes:
+        name: Unique within its file; the id is `<folder>/<backend>/<name>`.
+        kind: "limit", or a known fault: wrong_result, crash, hang, slow. A slow row never rejects.
+        scope: "call" binds torch's own selector and our direct call of the operator; "stock" binds only the
+            selector, because we do not go through it; "operator" binds only the direct call, because SDPA
+            prepares it.
+        repair: The preparation that lifts this row.
+        because: Why the row exists, as a clause for people.
+    """
+
+    name: Name
+    kind: RuleKind = "limit"
+    scope: RuleScope = "call"
+    versions: Annotated[Versions, Field(default_factory=dict)]
+    phase: Phase | None = None
+    when: Annotated[Box | AnyOf, Field(default_factory=dict)]
+    requires: Box | AnyOf | Literal["never"]
+    repair: Repair | None = None
+    because: str
+    evidence: Annotated[list[Evidence], Field(min_length=1)]
+    recheck_after: datetime.date | None = None
+
+    @field_validator("when", "requires")
+    @classmethod
+    def _known_fields(cls, value: Box | AnyOf | str) -> Box | AnyOf | str:
+        return _check_box(value) if isinstance(value, dict) else value
+
+    @field_validator("versions")
+    @classmethod
+    def _valid_ranges(cls, value: Versions) -> Versions:
+        return _check_ranges(value)
+
+    @model_validator(mode="after")
+    def _faults_expire(self) -> Self:
+        if self.kind != "limit" and self.recheck_after is None:
+            msg = f'rule "{self.name}" requires recheck_after, because its kind is {self.kind}; got none.'
+            raise ValueError(msg)
+        return self
+
+
+class FeatureAnswer(_Row):
+    """Whether a backend's kernel can do something; `repair` names what makes a call without the need."""
+
+    value: bool | Literal["unknown"]
+    repair: Repair | None = None
+    evidence: Annotated[list[Evidence], Field(min_length=1)]
+
+
+class BackendInfo(_Row):
+    """What holds for a backend everywhere.
+
+    Attributes:
+        title: The name people know it by.
+        provider: The distribution that ships it.
+        needs: Every distribution or library that must be there.
+        versions_known: No statement is made outside these ranges: the verdict there is unknown.
+        operators: The operators whose appearance shows that this backend ran.
+        memory: "linear" or "quadratic" in the sequence length.
+    """
+
+    title: str
+    provider: str
+    needs: list[str]
+    versions_known: Versions
+    operators: list[str]
+    memory: Literal["linear", "quadratic"]
+
+
+class BackendTable(_Row):
+    """One `<backend>.toml`, or one file of `shared/`.
+
+    Attributes:
+        include: Other files, as `folder/name`, whose rules hold here too; they keep their own ids.
+        backend: In `any/` alone.
+        features: Every feature in `any/`; in an architecture's folder those with another answer there.
+        rule: The file's own rows.
+    """
+
+    include: Annotated[list[Shared], Field(default_factory=list)]
+    backend: BackendInfo | None = None
+    features: Annotated[dict[Feature, FeatureAnswer], Field(default_factory=dict)]
+    rule: Annotated[list[Rule], Field(default_factory=list)]
+
+
+class Order(_Row):
+    """A declared order of backends for one kind of call: the first row whose guards hold is used."""
+
+    name: Name
+    versions: Annotated[Versions, Field(default_factory=dict)]
+    phase: Phase | None = None
+    when: Annotated[Box, Field(default_factory=dict)]
+    order: list[Backend]
+    because: str
+    evidence: Annotated[list[Evidence], Field(min_length=1)]
+
+    @field_validator("when")
+    @classmethod
+    def _known_fields(cls, value: Box) -> Box:
+        return _check_box(value)
+
+
+class ArchTable(_Row):
+    """One architecture's `arch.toml`.
+
+    Attributes:
+        compute_capability: (major, minor), absent for cpu.
+        shared_memory_per_block: Bytes a block may use after opting in, absent where nobody looked.
+        cards: Example products.
+        inherits: An architecture whose backend files, rules and feature answers alike, hold here where this
+            one has none.
+        backends: Backends that do not depend on the architecture and have no file of their own here.
+    """
+
+    compute_capability: tuple[int, int] | None = None
+    shared_memory_per_block: int | None = None
+    cards: list[str]
+    inherits: Arch | None = None
+    backends: list[Backend]
+    evidence: Annotated[list[Evidence], Field(min_length=1)]
+    order: Annotated[list[Order], Field(min_length=1)]
+
+
+class StockOrder(_Row):
+    """The order in which torch's own selector tries its backends."""
+
+    name: Name
+    versions: Annotated[Versions, Field(default_factory=dict)]
+    archs: list[Arch] | None = None
+    order: list[Backend]
+    evidence: Annotated[list[Evidence], Field(min_length=1)]
+
+
+class StockTable(_Row):
+    """`any/stock.toml`: what stock scaled_dot_product_attention tries, first matching row wins."""
+
+    order: Annotated[list[StockOrder], Field(min_length=1)]

@@ -1,0 +1,91 @@
+"""The closed lists of words that code, tables, command line and documents share.
+
+One word names one thing everywhere; `docs/glossary.md` says what each means.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+Dtype = Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
+Layout = Literal["bhsd", "bshd", "thd"]
+Phase = Literal["inference", "training"]
+Alignment = Literal["top_left", "bottom_right"]
+Status = Literal["eligible", "rejected", "unknown", "unavailable"]
+Outcome = Literal["pass", "fail", "unknown", "not_applicable"]
+RuleKind = Literal["limit", "wrong_result", "crash", "hang", "slow"]
+RuleScope = Literal["call", "stock", "operator"]
+EvidenceKind = Literal["source", "probe", "measured", "issue", "docs", "inferred", "own"]
+Transform = Literal["double_backward", "forward_ad", "vmap", "export"]
+Distributed = Literal["dtensor", "context_parallel"]
+ScaleSign = Literal["positive", "zero", "negative"]
+EmptyRows = Literal["none", "some", "unknown"]
+
+Feature = Literal[
+    "causal",
+    "bottom_right",
+    "window",
+    "documents",
+    "key_padding",
+    "prefix",
+    "dense_mask",
+    "function_mask",
+    "dense_bias",
+    "function_bias",
+    "bias_grad",
+    "alibi",
+    "softcap",
+    "sink",
+    "dropout",
+    "gqa",
+    "return_lse",
+    "deterministic",
+    "varlen",
+    "fp8",
+    "compiled",
+    "cuda_graph",
+    "dtensor",
+    "context_parallel",
+    "double_backward",
+    "forward_ad",
+    "vmap",
+]
+Repair = Literal[
+    "recognize_mask",
+    "to_varlen",
+    "expand_kv",
+    "pad_head_dim",
+    "contiguous",
+    "materialize_mask",
+    "cast_mask",
+    "cast_bias",
+    "align_bias",
+    "zero_empty_rows",
+    "split_batch",
+    "split_heads",
+]
+
+FEATURES: Final[tuple[str, ...]] = get_args(Feature)
+REPAIRS: Final[tuple[str, ...]] = get_args(Repair)
+DTYPES: Final[tuple[str, ...]] = get_args(Dtype)
+
+DTYPE_BYTES: Final[dict[str, int]] = {
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+DTYPE_SHORT: Final[dict[str, str]] = {
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "fp8e4": "float8_e4m3fn",
+    "fp8e5": "float8_e5m2",
+}
+
+SLOW_TIER: Final[frozenset[str]] = frozenset({"math"})
+"""Backends whose memory grows with seqlen_q * seqlen_kv: never selected silently where that is large."""

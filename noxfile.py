@@ -1,0 +1,164 @@
+"""What contributors and continuous integration run: `python -m pip install nox && python -m nox`.
+
+Sessions that need torch use the build that the interpreter running nox can already import where that is
+wanted (see `_provide_torch`), so that a GPU is tested with its owner's torch. Otherwise they install `TORCH`.
+Plain `torch` from PyPI brings several GB of CUDA libraries on Linux; where that is too much, point pip at an
+index of CPU builds (`PIP_EXTRA_INDEX_URL`) or name one in `ATTNROUTE_TEST_TORCH`, like `torch==2.13.0+cpu`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import nox
+
+ROOT = Path(__file__).parent
+TORCH = os.environ.get("ATTNROUTE_TEST_TORCH", "torch==2.13.0")
+TORCH_TESTED_RANGE = "torch>=2.5,<2.16"
+EXAMPLE_CALL = "bf16 b2 hq32 hkv8 sq4096 skv4096 d128 causal train"
+
+# The part of the suite that runs without torch, for the lowest versions of the hard dependencies.
+TORCH_FREE_TESTS = ("tests/test_house.py", "tests/engine", "tests/tables")
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["lint", "tests", "wheel"]
+nox.options.error_on_external_run = True
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, types, import directions and the capability tables."""
+    _clear_settings(session)
+    session.install("-e", ".[dev]")
+    _provide_torch(session, reuse_when="torch.cuda.is_available()")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("mypy")
+    session.run("lint-imports")
+    session.run("attnroute", "tables", "lint")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run every test that needs no GPU. Arguments after `--` go to pytest."""
+    _install_for_tests(session)
+    workers = str(min(4, os.cpu_count() or 1))
+    session.run("pytest", "-q", "-m", "not gpu", "-n", workers, *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a CUDA device; without one they fail."""
+    _install_for_tests(session)
+    session.run("pytest", "-q", "-m", "gpu", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Install the package and show it at work: decisions, explanations, one real call."""
+    _clear_settings(session)
+    session.install("-e", ".")
+    _provide_torch(session, reuse_when="True")
+    session.run("python", "-m", "attnroute", "demo", *session.posargs)
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Build source archive and wheel, and use the wheel in a fresh environment outside the checkout."""
+    _clear_settings(session)
+    session.install("build")
+    with tempfile.TemporaryDirectory(prefix="attnroute-wheel-") as folder:
+        outside = Path(folder)
+        session.run("python", "-m", "build", "--outdir", folder)
+        (built,) = outside.glob("torch_attnroute-*.whl")
+        session.run("python", "-m", "venv", str(outside / "fresh"))
+        python = str(outside / "fresh" / ("Scripts" if os.name == "nt" else "bin") / "python")
+        with session.chdir(folder):
+            session.run(python, "-m", "pip", "install", "--quiet", str(built), external=True)
+            session.run(python, "-m", "attnroute", "tables", "lint", external=True)
+            session.run(python, "-m", "attnroute", "explain", EXAMPLE_CALL, "--arch", "sm_90", external=True)
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """Run the torch-free tests with the lowest versions of the dependencies that pyproject.toml admits."""
+    _clear_settings(session)
+    bounds = _project()["dependencies"]
+    session.install("-e", ".", *(bound.replace(">=", "==") for bound in bounds))
+    session.install("pytest>=9", "hypothesis>=6.100")
+    session.run("pytest", "-q", "-m", "not gpu", *TORCH_FREE_TESTS, *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation; a broken link or an unlisted page is an error."""
+    session.install("-e", ".[docs]")
+    session.env["NO_MKDOCS_2_WARNING"] = "1"
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+def _install_for_tests(session: nox.Session) -> None:
+    """Install the package, what its tests need, and torch (or reuse one that sees a GPU)."""
+    _clear_settings(session)
+    needed = _project()["optional-dependencies"]["test"]
+    session.install("-e", ".", *(bound for bound in needed if not bound.startswith("torch>=")))
+    if _provide_torch(session, reuse_when="torch.cuda.is_available()"):
+        # The pytest plugins of the caller's environment stay out; the workers of xdist inherit this.
+        session.env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        session.env["PYTEST_PLUGINS"] = "xdist.plugin,xdist.looponfail,_hypothesis_pytestplugin"
+
+
+def _provide_torch(session: nox.Session, *, reuse_when: str) -> bool:
+    """Make torch importable in the session: the caller's own if it satisfies a condition, else `TORCH`.
+
+    `--system-site-packages` would show the session what the *base* interpreter has, not what the virtual
+    environment that runs nox has. A path file shows it either, behind the session's own packages. Call this
+    last: once pip sees what the caller has, it takes that for installed and brings no commands.
+
+    Args:
+        session: The running session.
+        reuse_when: A Python expression over `torch`; the caller's torch is reused where it is true.
+
+    Returns:
+        Whether the caller's torch is reused.
+    """
+    purelib = session.run(
+        "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True, log=False
+    )
+    if not isinstance(purelib, str):  # `nox --install-only`: nothing was run, nothing can be shared.
+        session.install(TORCH, TORCH_TESTED_RANGE)
+        return False
+    path_file = Path(purelib.strip()) / "torch_of_the_caller.pth"
+    path_file.unlink(missing_ok=True)
+    ask = subprocess.run(
+        [sys.executable, "-c", f"import torch; assert {reuse_when}; print(torch.__version__)"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ask.returncode != 0:
+        session.install(TORCH, TORCH_TESTED_RANGE)
+        return False
+    session.log(f"using torch {ask.stdout.strip()} of {sys.executable}")
+    shared = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    path_file.write_text("\n".join(shared) + "\n", encoding="utf-8")
+    return True
+
+
+def _project() -> dict[str, Any]:
+    """Return the [project] table of pyproject.toml."""
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project
+
+
+def _clear_settings(session: nox.Session) -> None:
+    """Hide the caller's ATTNROUTE_* variables: they would change decisions and so the outcome of tests."""
+    for name in os.environ:
+        if name.startswith("ATTNROUTE_"):
+            session.env[name] = None

@@ -1,0 +1,51 @@
+"""What every test shares: stable property tests, one thread per worker, GPU tests that never skip."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Workers of pytest-xdist already use every core. torch reads these when it is first imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[_name] = "1"
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+# A developer's own settings change decisions, so they would change what the tests see.
+for _name in [name for name in os.environ if name.startswith("ATTNROUTE_")]:
+    del os.environ[_name]
+
+# No example is timed: a slow machine must not fail a property. In CI the examples are the same on every run.
+settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=True,
+    max_examples=60,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("dev", deadline=None, max_examples=100)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a GPU test on a machine without a CUDA device: a skip would look like a pass."""
+    if item.get_closest_marker("gpu") is not None and not _has_cuda():
+        pytest.fail(
+            f"{item.nodeid} is marked gpu and needs a CUDA device; torch finds none here. "
+            'Deselect such tests with -m "not gpu".',
+            pytrace=False,
+        )
+
+
+def _has_cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())

@@ -1,0 +1,175 @@
+"""The one-line form of a call: it says everything, parses back to the equal call, and complains by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnroute.call import (
+    AlibiBias,
+    Call,
+    CausalNode,
+    Context,
+    DenseBias,
+    DenseNode,
+    DocumentsNode,
+    FunctionBias,
+    FunctionNode,
+    KeyPaddingNode,
+    PrefixNode,
+    Strides,
+    WindowNode,
+)
+from attnroute.errors import ArgumentError
+from attnroute.line import WORDS, parse, render
+from attnroute.vocabulary import DTYPES
+
+ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
+COUNTS = st.integers(0, 2**40)
+LENGTHS = st.none() | st.lists(COUNTS, max_size=4).map(tuple)
+SHAPES = st.lists(COUNTS, max_size=5).map(tuple)
+EMPTY_ROWS = st.sampled_from(["none", "some", "unknown"])
+CAUSAL = st.builds(CausalNode, alignment=ALIGNMENTS)
+TENSOR = {"shape": SHAPES, "requires_grad": st.booleans(), "last_dim_contiguous": st.booleans()}
+TENSOR |= {"aligned": st.booleans(), "empty_rows": EMPTY_ROWS}
+NODES = st.one_of(
+    CAUSAL,
+    st.builds(WindowNode, left=st.none() | COUNTS, right=st.none() | COUNTS, alignment=ALIGNMENTS),
+    st.builds(DocumentsNode, lengths=LENGTHS, contiguous=st.booleans()),
+    st.builds(KeyPaddingNode, lengths=LENGTHS, side=st.sampled_from(["right", "left", "any"])),
+    st.builds(PrefixNode, lengths=LENGTHS),
+    st.builds(DenseNode, **TENSOR, recognized=st.none() | st.lists(CAUSAL, max_size=3).map(tuple)),
+    st.builds(FunctionNode, block_mask_shape=st.none() | SHAPES),
+)
+BIASES = st.one_of(
+    st.none(),
+    st.builds(AlibiBias),
+    st.builds(FunctionBias),
+    st.builds(DenseBias, dtype=st.sampled_from(DTYPES), **TENSOR),
+)
+CONTEXTS = st.builds(
+    Context,
+    compiled=st.booleans(),
+    cuda_graph=st.booleans(),
+    dynamic=st.lists(st.sampled_from(["batch", "seqlen_q", "seqlen_kv"]), max_size=3).map(tuple),
+    transform=st.sampled_from([None, "double_backward", "forward_ad", "vmap", "export"]),
+    distributed=st.sampled_from([None, "dtensor", "context_parallel"]),
+)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Call:
+    heads_kv = draw(st.integers(0, 64))
+    heads_q = heads_kv * draw(st.integers(1, 16))
+    rest = st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(DTYPES),
+            "batch": COUNTS,
+            "seqlen_q": COUNTS,
+            "seqlen_kv": COUNTS,
+            "head_dim_qk": st.integers(1, 2**20),
+            "head_dim_v": st.integers(1, 2**20),
+            "layout": st.sampled_from(["bhsd", "bshd", "thd"]),
+            "phase": st.sampled_from(["inference", "training"]),
+            "mask": st.lists(NODES, max_size=4).map(tuple),
+            "bias": BIASES,
+            "scale": st.sampled_from(["positive", "zero", "negative"]),
+            "softcap": st.floats(0.0, allow_nan=False, allow_infinity=True),
+            "sink": st.booleans(),
+            "dropout_p": st.floats(0.0, 1.0, exclude_max=True),
+            "deterministic": st.booleans(),
+            "return_lse": st.booleans(),
+            "qkv_requires_grad": st.sampled_from([None, True, False]),
+            "strides": st.builds(Strides, **{n: st.booleans() for n in Strides.model_fields}),
+            "context": CONTEXTS,
+        }
+    )
+    return Call(num_heads_q=heads_q, num_heads_kv=heads_kv, **draw(rest))
+
+
+@given(calls())
+def test_every_call_parses_back_to_itself(call: Call) -> None:
+    assert parse(render(call)) == call
+
+
+@given(calls())
+def test_a_rendered_line_is_one_line_of_the_listed_words(call: Call) -> None:
+    line = render(call)
+    assert "\n" not in line
+    assert "  " not in line
+    listed = {name for forms in WORDS for name in re.findall(r"(?<![\w=:,/-])[a-z][a-z_-]*", forms)}
+    assert {re.split(r"[=:\d]", word)[0] for word in line.split()} <= listed
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bf16 b2 hq32 hkv8 sq4096 skv4096 d128 causal train",
+        "fp16 b1 hq8 hkv8 sq1 skv4096 d192/128 bshd causal=bottom_right window=4095,0,bottom_right",
+        "fp32 b1 hq8 hkv8 sq64 skv64 d64 documents=1000,3096 keys=100,37 keys-left=1 prefix=3",
+        "fp8e4 b1 hq8 hkv8 sq64 skv64 d64 dense=1x1x64x64:unaligned:empty=none:recognized=causal",
+        "bf16 b1 hq8 hkv8 sq64 skv64 d64 bias=fp32:1x1x64x64:grad softcap=30 dropout=0.1 train qkv_grad",
+        "bf16 b1 hq8 hkv8 sq64 skv64 d64 unpacked compiled graph double_backward dynamic=seqlen_q,seqlen_kv",
+    ],
+)
+def test_a_line_in_canonical_form_renders_back(line: str) -> None:
+    assert render(parse(line)) == line
+
+
+def test_the_line_of_the_design_is_the_call_of_the_design() -> None:
+    call = parse("bf16 b2 hq32 hkv8 sq4096 skv4096 d128 causal train")
+    assert call == Call(
+        dtype="bfloat16",
+        batch=2,
+        num_heads_q=32,
+        num_heads_kv=8,
+        seqlen_q=4096,
+        seqlen_kv=4096,
+        head_dim_qk=128,
+        head_dim_v=128,
+        phase="training",
+        mask=(CausalNode(),),
+    )
+
+
+def test_left_out_sizes_are_those_of_the_query() -> None:
+    assert parse("d64 sq128 hq4 b1 fp32") == parse("fp32 b1 hq4 hkv4 sq128 skv128 d64/64")
+
+
+def test_a_window_of_one_number_counts_the_diagonal() -> None:
+    (node,) = parse("bf16 b1 hq1 sq64 d64 window=4096").mask
+    assert node == WindowNode(left=4095, right=0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "names"),
+    [
+        ("casual", 'did you mean "causal"'),
+        ("b3", "batch once"),
+        ("bias=bf16:1x1 alibi", "bias once"),
+        ("window=a,b", "words like window=4095,0"),
+        ("window=1,2,3", "words like window=4095,0"),
+        ("window=0", "left: Input should be greater than or equal to 0"),
+        ("dense", "words like dense=2x1x100x100"),
+        ("dense=1x1:gard", "words like dense=2x1x100x100"),
+        ("causal:grad", "words like causal or causal=bottom_right"),
+        ("causal=lower", '"causal=lower" requires'),
+        ("dropout=much", "words like softcap=30, sink, dropout=0.1"),
+        ("dropout=1.5", "dropout_p: Input should be less than 1"),
+        ("hkv3", "num_heads_q requires a multiple of num_heads_kv"),
+        ("dynamic=heads", "dynamic"),
+    ],
+)
+def test_a_wrong_word_is_named(extra: str, names: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        parse(f"bf16 b1 hq4 sq64 d64 {extra}")
+    assert names in str(caught.value)
+    assert str(caught.value).endswith((".", "?"))
+
+
+def test_missing_sizes_are_named_together() -> None:
+    with pytest.raises(ArgumentError, match=r"batch \(like b2\), head_dim_qk \(like d128\)"):
+        parse("bf16 hq4 sq64")

@@ -1,0 +1,43 @@
+"""What a user sees first: every public name is documented, and the README's code runs as it is written."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import attnroute
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+@pytest.mark.parametrize("name", attnroute.__all__)
+def test_public_name_has_its_own_docstring(name: str) -> None:
+    value = getattr(attnroute, name)
+    if not (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)):
+        assert name == "__version__", f"{name} is neither a class, a function nor a module"
+        return
+    text = value.__doc__ or ""
+    assert text.strip(), f"{name} has no docstring"
+    # A dataclass without a docstring is given its signature as one.
+    assert not text.startswith(f"{name}("), f"{name} has only the docstring that dataclass made"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = attnroute.no_such_name
+
+
+def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)[0]
+    query = torch.randn(1, 4, 4096, 16, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    seen: list[Any] = []
+    names = {"query": query, "key": query[:, :2], "value": query[:, :2], "model": seen.append, "batch": 1}
+    exec(compile(example, str(README), "exec"), names)
+    assert names["out"].shape == query.shape
+    assert seen == [1]
+    assert "selected" in capsys.readouterr().out
