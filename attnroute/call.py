@@ -175,7 +175,7 @@ class Call(_Plain):
     mask: tuple[MaskNode, ...] = ()
     bias: Bias | None = None
     scale: ScaleSign = "positive"
-    softcap: Annotated[float, Field(ge=0.0)] = 0.0
+    softcap: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
     sink: bool = False
     dropout_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     deterministic: bool = False

@@ -7,7 +7,7 @@ that may change at run time (`context.dynamic`) is a `Varies`: a rule about it m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
 from attnroute.call import (
     AlibiBias,
@@ -22,6 +22,7 @@ from attnroute.call import (
     PrefixNode,
     WindowNode,
 )
+from attnroute.vocabulary import DTYPES, Distributed, EmptyRows, Layout, Phase, ScaleSign, Transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ FACTS: Final[dict[str, str]] = {
     "seqlen_kv_mod_128": "key length modulo 128",
     "score_elements": "batch * num_heads_q * seqlen_q * seqlen_kv",
     "mask_elements": "seqlen_q * seqlen_kv: the elements of one full mask",
+    "dq_accumulator_elements": "batch * num_heads_q * seqlen_q * head_dim_qk, the last two up to 128 and 32",
     "head_dim_qk": "last dimension of query and key",
     "head_dim_v": "last dimension of value",
     "head_dim_max": "the larger of head_dim_qk and head_dim_v",
@@ -80,6 +82,7 @@ FACTS: Final[dict[str, str]] = {
     "alignment": "of causal and window nodes: none, square, top_left, bottom_right or mixed",
     "mask_last_dim_contiguous": "the last stride of mask and bias tensors is 1",
     "mask_aligned": "row, head and batch strides of mask and bias tensors are multiples of 8 elements",
+    "mask_rank_2_or_4": "every mask or bias tensor has 2 or 4 dimensions; true without one",
     "mask_has_query_dim": "a mask or bias tensor has its own row for every query",
     "dense_bias": "a float tensor is added to the scores",
     "bias_is_query_dtype": "there is no bias tensor, or its dtype is the query's",
@@ -105,6 +108,19 @@ FACTS: Final[dict[str, str]] = {
 }
 
 
+WORDS: Final[dict[str, tuple[str, ...]]] = {
+    "dtype": DTYPES,
+    "layout": get_args(Layout),
+    "phase": get_args(Phase),
+    "scale": get_args(ScaleSign),
+    "alignment": ("none", "square", "top_left", "bottom_right", "mixed"),
+    "empty_rows": get_args(EmptyRows),
+    "transform": ("none", *get_args(Transform)),
+    "distributed": ("none", *get_args(Distributed)),
+}
+"""The fields whose value is a word, with every word that it can be. All others are numbers or true and false."""
+
+
 def facts_of(call: Call) -> Facts:
     """Compute every field of `FACTS` for one call."""
     facts = {**_sizes(call), **_mask(call), **_additive(call), **_rest(call)}
@@ -128,6 +144,10 @@ def _product(*values: int | Varies) -> int | Varies:
     return Varies(result) if varies else result
 
 
+def _round_up(value: int | Varies, multiple: int) -> int | Varies:
+    return value if isinstance(value, Varies) else -(-value // multiple) * multiple
+
+
 def _sizes(call: Call) -> Facts:
     batch = _length(call, "batch")
     seqlen_q, seqlen_kv = _length(call, "seqlen_q"), _length(call, "seqlen_kv")
@@ -145,6 +165,9 @@ def _sizes(call: Call) -> Facts:
         "seqlen_kv_mod_128": _mod_128(seqlen_kv),
         "score_elements": _product(batch, call.num_heads_q, seqlen_q, seqlen_kv),
         "mask_elements": _product(seqlen_q, seqlen_kv),
+        "dq_accumulator_elements": _product(
+            batch, call.num_heads_q, _round_up(seqlen_q, 128), _round_up(call.head_dim_qk, 32)
+        ),
         "head_dim_qk": call.head_dim_qk,
         "head_dim_v": call.head_dim_v,
         "head_dim_max": max(call.head_dim_qk, call.head_dim_v),
@@ -190,6 +213,7 @@ def _additive(call: Call) -> Facts:
     return {
         "mask_last_dim_contiguous": all(t.last_dim_contiguous for t in tensors),
         "mask_aligned": all(t.aligned for t in tensors),
+        "mask_rank_2_or_4": all(len(t.shape) in (2, 4) for t in tensors),
         "mask_has_query_dim": any(len(t.shape) >= 2 and t.shape[-2] > 1 for t in tensors),  # noqa: PLR2004
         "dense_bias": bias is not None,
         "bias_is_query_dtype": bias is None or bias.dtype == call.dtype,
@@ -228,44 +252,67 @@ def alignment_of(call: Call) -> str:
     found = {n.alignment for n in call.mask if isinstance(n, CausalNode | WindowNode)}
     if not found:
         return "none"
-    dynamic = {"seqlen_q", "seqlen_kv"} & set(call.context.dynamic)
-    if not dynamic and call.seqlen_q == call.seqlen_kv:
+    if call.seqlen_q == call.seqlen_kv and not _lengths_vary(call):
         return "square"
     return found.pop() if len(found) == 1 else "mixed"
 
 
 def empty_rows_of(call: Call) -> str:
     """Return whether some query may attend no key: "none", "some" or "unknown"."""
-    if call.seqlen_kv == 0 and call.seqlen_q > 0:
+    if 0 in (call.batch, call.num_heads_q, call.seqlen_q):
+        return "none"
+    if call.seqlen_kv == 0:
         return "some"
     states = {_node_empty_rows(node, call) for node in call.mask}
-    if isinstance(call.bias, DenseBias):
-        states.add(call.bias.empty_rows)
+    if call.bias is not None:
+        states.add(_bias_empty_rows(call.bias))
     if "some" in states:
         return "some"
-    harmless = sum(1 for node in call.mask if not isinstance(node, CausalNode)) + (call.bias is not None)
-    if "unknown" in states or harmless > 1:
-        return "unknown"
-    return _causal_with_other(call) if harmless else "none"
+    return "unknown" if "unknown" in states or not _share_a_key(call) else "none"
 
 
-def _causal_with_other(call: Call) -> str:
-    """Causal and one other part: each may leave a row keys that the other removes."""
-    other = [n for n in call.mask if not isinstance(n, CausalNode)]
-    if len(other) == len(call.mask) or all(isinstance(n, WindowNode | DocumentsNode) for n in other):
-        return "none"
-    right_padded = all(isinstance(n, KeyPaddingNode) and n.side == "right" for n in other)
-    return "none" if right_padded and alignment_of(call) == "square" and call.bias is None else "unknown"
+def _share_a_key(call: Call) -> bool:
+    """Return whether parts that each leave every query a key are known to leave it one together."""
+    if isinstance(call.bias, DenseBias):
+        return not call.mask
+    return len(call.mask) <= 1 or _share_first_key(call) or _share_diagonal(call)
+
+
+def _share_first_key(call: Call) -> bool:
+    def allows_first(node: object) -> bool:
+        if isinstance(node, WindowNode):
+            return node.left is None
+        right_padded = isinstance(node, KeyPaddingNode) and node.side == "right"
+        return right_padded or isinstance(node, CausalNode | PrefixNode)
+
+    return all(allows_first(node) for node in call.mask)
+
+
+def _share_diagonal(call: Call) -> bool:
+    """Bands of one alignment overlap at the diagonal; where it is square, other parts hold it too."""
+    if all(isinstance(node, CausalNode | WindowNode) for node in call.mask):
+        return alignment_of(call) != "mixed"
+    square = call.seqlen_q == call.seqlen_kv and not _lengths_vary(call)
+    return square and all(
+        isinstance(node, CausalNode | WindowNode | DocumentsNode | PrefixNode) for node in call.mask
+    )
+
+
+def _lengths_vary(call: Call) -> bool:
+    return bool({"seqlen_q", "seqlen_kv"} & set(call.context.dynamic))
+
+
+def _bias_empty_rows(bias: object) -> str:
+    if isinstance(bias, DenseBias):
+        return bias.empty_rows
+    return "none" if isinstance(bias, AlibiBias) else "unknown"
 
 
 def _node_empty_rows(node: object, call: Call) -> str:
     if isinstance(node, DenseNode):
         return node.empty_rows
-    if isinstance(node, CausalNode):
-        short = call.seqlen_q > call.seqlen_kv or bool(call.context.dynamic)
-        return "some" if node.alignment == "bottom_right" and short else "none"
-    if isinstance(node, WindowNode):
-        return "none" if alignment_of(call) == "square" else _window_empty_rows(node, call)
+    if isinstance(node, CausalNode | WindowNode):
+        return _band_empty_rows(node, call)
     if isinstance(node, KeyPaddingNode):
         if node.lengths is None:
             return "unknown"
@@ -275,9 +322,13 @@ def _node_empty_rows(node: object, call: Call) -> str:
     return "none" if isinstance(node, PrefixNode) else "unknown"
 
 
-def _window_empty_rows(node: WindowNode, call: Call) -> str:
+def _band_empty_rows(node: CausalNode | WindowNode, call: Call) -> str:
+    left, right = (node.left, node.right) if isinstance(node, WindowNode) else (None, 0)
+    if left is None and (right is None or node.alignment == "top_left"):
+        return "none"
+    if _lengths_vary(call):
+        return "unknown"
     offset = call.seqlen_kv - call.seqlen_q if node.alignment == "bottom_right" else 0
-    first_row_ok = node.right is None or offset + node.right >= 0
-    last = call.seqlen_q - 1 + offset
-    last_row_ok = node.left is None or last - node.left <= call.seqlen_kv - 1
+    first_row_ok = right is None or offset + right >= 0
+    last_row_ok = left is None or call.seqlen_q - 1 + offset - left <= call.seqlen_kv - 1
     return "none" if first_row_ok and last_row_ok else "some"

@@ -50,12 +50,20 @@ class Host(BaseModel):
         """
         try:
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValidationError) as error:
+        except (OSError, ValueError) as error:
             msg = (
-                f"--host requires a JSON file as `attnroute probe` prints it; got {path} ({error}); record one with "
-                f"`attnroute probe > {path.name}`."
+                f"--host requires a JSON file as `attnroute probe` prints it; got {path} ({_reason(error)}); "
+                f"record one with `attnroute probe > {path.name}`."
             )
             raise ArgumentError(msg) from error
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line what is wrong; pydantic says it in a paragraph."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return ": ".join([*map(str, first["loc"]), first["msg"]])
 
 
 def arch_of(capability: tuple[int, int]) -> str:

@@ -165,7 +165,7 @@ def _reading(text: str) -> Iterator[None]:
         what = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
         raise ArgumentError(f'"{text}" requires a valid value; {where}: {what}.') from error
     except (ValueError, KeyError) as error:
-        forms = [form for form in WORDS if re.search(rf"(^|\s){_name_of(text)}[=]", form)]
+        forms = [form for form in WORDS if re.search(rf"(^|\s){re.escape(_name_of(text))}=", form)]
         form = forms[0] if forms else f"{_name_of(text)} without a value"
         raise ArgumentError(f'a call line requires words like {form}; got "{text}".') from error
 

@@ -5,89 +5,17 @@ from __future__ import annotations
 import re
 
 import pytest
+from call_strategies import FIELDS, calls
 from hypothesis import given
-from hypothesis import strategies as st
 
-from attnroute.call import (
-    AlibiBias,
-    Call,
-    CausalNode,
-    Context,
-    DenseBias,
-    DenseNode,
-    DocumentsNode,
-    FunctionBias,
-    FunctionNode,
-    KeyPaddingNode,
-    PrefixNode,
-    Strides,
-    WindowNode,
-)
+from attnroute.call import Call, CausalNode, WindowNode
 from attnroute.errors import ArgumentError
 from attnroute.line import WORDS, parse, render
-from attnroute.vocabulary import DTYPES
-
-ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
-COUNTS = st.integers(0, 2**40)
-LENGTHS = st.none() | st.lists(COUNTS, max_size=4).map(tuple)
-SHAPES = st.lists(COUNTS, max_size=5).map(tuple)
-EMPTY_ROWS = st.sampled_from(["none", "some", "unknown"])
-CAUSAL = st.builds(CausalNode, alignment=ALIGNMENTS)
-TENSOR = {"shape": SHAPES, "requires_grad": st.booleans(), "last_dim_contiguous": st.booleans()}
-TENSOR |= {"aligned": st.booleans(), "empty_rows": EMPTY_ROWS}
-NODES = st.one_of(
-    CAUSAL,
-    st.builds(WindowNode, left=st.none() | COUNTS, right=st.none() | COUNTS, alignment=ALIGNMENTS),
-    st.builds(DocumentsNode, lengths=LENGTHS, contiguous=st.booleans()),
-    st.builds(KeyPaddingNode, lengths=LENGTHS, side=st.sampled_from(["right", "left", "any"])),
-    st.builds(PrefixNode, lengths=LENGTHS),
-    st.builds(DenseNode, **TENSOR, recognized=st.none() | st.lists(CAUSAL, max_size=3).map(tuple)),
-    st.builds(FunctionNode, block_mask_shape=st.none() | SHAPES),
-)
-BIASES = st.one_of(
-    st.none(),
-    st.builds(AlibiBias),
-    st.builds(FunctionBias),
-    st.builds(DenseBias, dtype=st.sampled_from(DTYPES), **TENSOR),
-)
-CONTEXTS = st.builds(
-    Context,
-    compiled=st.booleans(),
-    cuda_graph=st.booleans(),
-    dynamic=st.lists(st.sampled_from(["batch", "seqlen_q", "seqlen_kv"]), max_size=3).map(tuple),
-    transform=st.sampled_from([None, "double_backward", "forward_ad", "vmap", "export"]),
-    distributed=st.sampled_from([None, "dtensor", "context_parallel"]),
-)
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> Call:
-    heads_kv = draw(st.integers(0, 64))
-    heads_q = heads_kv * draw(st.integers(1, 16))
-    rest = st.fixed_dictionaries(
-        {
-            "dtype": st.sampled_from(DTYPES),
-            "batch": COUNTS,
-            "seqlen_q": COUNTS,
-            "seqlen_kv": COUNTS,
-            "head_dim_qk": st.integers(1, 2**20),
-            "head_dim_v": st.integers(1, 2**20),
-            "layout": st.sampled_from(["bhsd", "bshd", "thd"]),
-            "phase": st.sampled_from(["inference", "training"]),
-            "mask": st.lists(NODES, max_size=4).map(tuple),
-            "bias": BIASES,
-            "scale": st.sampled_from(["positive", "zero", "negative"]),
-            "softcap": st.floats(0.0, allow_nan=False, allow_infinity=True),
-            "sink": st.booleans(),
-            "dropout_p": st.floats(0.0, 1.0, exclude_max=True),
-            "deterministic": st.booleans(),
-            "return_lse": st.booleans(),
-            "qkv_requires_grad": st.sampled_from([None, True, False]),
-            "strides": st.builds(Strides, **{n: st.booleans() for n in Strides.model_fields}),
-            "context": CONTEXTS,
-        }
-    )
-    return Call(num_heads_q=heads_q, num_heads_kv=heads_kv, **draw(rest))
+def test_the_strategy_says_everything_that_a_call_can() -> None:
+    said = set(FIELDS) | {"num_heads_q", "num_heads_kv"}
+    assert said == set(Call.model_fields)
 
 
 @given(calls())

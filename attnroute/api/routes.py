@@ -22,6 +22,7 @@ from attnroute.masks.nodes import Causal, Dense, Extent, Mask, Window
 from attnroute.probes.torch_host import host_of
 from attnroute.report.log import announce
 from attnroute.report.text import render_failure, render_quadratic
+from attnroute.settings import explain_mode
 from attnroute.tables.load import load
 from attnroute.vocabulary import SLOW_TIER
 
@@ -79,7 +80,7 @@ def make(args: Arguments, policy: Policy, key: object) -> Route:
     verdict = decision.verdict(decision.selected)
     if decision.selected in SLOW_TIER and verdict.score_bytes > policy.quadratic_limit_bytes:
         warnings.warn(render_quadratic(decision), QuadraticAttentionWarning, stacklevel=4)
-    announce(decision)
+    announce(decision, explain_mode())
     route = _route(args, decision)
     if len(_ROUTES) >= ROUTE_LIMIT:
         _ROUTES.clear()

@@ -87,7 +87,8 @@ def _materialize(call: Call) -> Change | None:
     if all(isinstance(n, DenseNode) for n in call.mask):
         return None
     per_row = any(isinstance(n, KeyPaddingNode | PrefixNode) for n in call.mask)
-    shape = [call.batch if per_row else 1, 1, call.seqlen_q, call.seqlen_kv]
+    one_row = all(isinstance(n, DenseNode | KeyPaddingNode) for n in call.mask)
+    shape = [call.batch if per_row else 1, 1, 1 if one_row else call.seqlen_q, call.seqlen_kv]
     for node in call.mask:
         if isinstance(node, DenseNode):
             shape = broadcast(shape, node.shape)

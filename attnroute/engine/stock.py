@@ -1,4 +1,4 @@
-"""What torch's own `scaled_dot_product_attention` would run: the same rows, in the order in which it tries."""
+"""What torch's own `scaled_dot_product_attention` would run: the same rows, in the order that it tries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MaskForm = Literal["none", "is_causal", "dense_mask", "dense_bias"]
 NO_BACKEND: Final = "none"
 """The call cannot be said to stock attention, or none of its backends takes it."""
 UNKNOWN: Final = "unknown"
-"""The host names no torch."""
+"""The host names no torch, or the tables do not know a version that matters."""
 _SCORE_BYTES: Final = 4
 """The composed backend keeps its scores in float32."""
 
@@ -32,7 +32,7 @@ class Stock(BaseModel):
 
     Attributes:
         backend: flash, cudnn, efficient or math; "none" when the call cannot be said or nothing takes it,
-            "unknown" for a torch that nobody named.
+            "unknown" for a version that nobody named or that the tables do not know.
         score_bytes: What `backend` allocates for a score matrix, in bytes; 0 for the fused ones.
         mask_form: How the mask and the bias are said to stock attention.
         inexpressible: Parts of the call that stock attention has no argument for.
@@ -66,7 +66,10 @@ def predict(call: Call, host: Host, tables: Tables) -> Stock:
     row = _order(host, tables)
     if row is None:
         return Stock(backend=UNKNOWN, mask_form=mask_form(said))
-    backend = next((b for b in row.order if _accepts(said, host, tables, b)), NO_BACKEND)
+    answers = ((b, _accepts(said, host, tables, b)) for b in row.order)
+    backend, answer = next(((b, a) for b, a in answers if a != "no"), (NO_BACKEND, "no"))
+    if answer == "unknown":
+        return Stock(backend=UNKNOWN, mask_form=mask_form(said), order=row.name)
     quadratic = backend in tables.backends and tables.backends[backend].memory == "quadratic"
     return Stock(
         backend=backend,
@@ -155,8 +158,12 @@ def _applies(row: StockOrder, host: Host) -> bool:
     return True
 
 
-def _accepts(call: Call, host: Host, tables: Tables, backend: str) -> bool:
+def _accepts(call: Call, host: Host, tables: Tables, backend: str) -> Literal["yes", "no", "unknown"]:
+    """Return torch's own answer: limits count, faults do not, because its selector looks at no faults."""
     if any(version_of(name, host.versions) is None for name in tables.backends[backend].needs):
-        return False
+        return "no"
     found = evaluate(call, host, tables, backend, STOCK_SCOPES)
-    return not any(f.kind == "limit" and f.outcome in ("fail", "unknown") for f in found)
+    outcomes = {f.outcome for f in found if f.kind == "limit"}
+    if "fail" in outcomes:
+        return "no"
+    return "unknown" if "unknown" in outcomes else "yes"

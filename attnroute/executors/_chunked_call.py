@@ -174,9 +174,9 @@ def _operand_dtype(query: Tensor) -> torch.dtype:
 
 
 def cut_rows(call: Call, tensor: Tensor, chunk: Chunk, block: Block) -> Tensor:
-    """Return a block of a (batch, num_heads_q, seqlen_q) tensor as (units, rows)."""
+    """Return a block of a (batch, num_heads_q, seqlen_q) tensor as (units, rows), contiguous."""
     part = call.by_group(tensor)[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1, :, block.i0 : block.i1]
-    return part.to(call.score_dtype).flatten(2, 3).flatten(0, 1)
+    return part.to(call.score_dtype).reshape(chunk.units, -1).contiguous()
 
 
 def store_rows(call: Call, full: Tensor, chunk: Chunk, block: Block, part: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.masks.lowered import LoweredMask
 from attnroute.masks.nodes import Extent
-from attnroute.masks.tensors import additive, as_4d, materialize, remember
+from attnroute.masks.tensors import additive, as_4d, build, remember
 
 GRID_LIMIT: Final = 65535
 HEAD_DIM_MULTIPLE: Final = 8
@@ -68,7 +68,7 @@ def _dense(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
     as_bias = bool(repairs & _ADDITIVE) or inputs.bias is not None
 
     def make() -> Tensor:
-        allowed = None if inputs.mask.is_full else materialize(inputs.mask, extent)
+        allowed = None if inputs.mask.is_full else build(inputs.mask, extent)
         if not as_bias and allowed is not None:
             return allowed
         return additive(allowed, inputs.bias, query.dtype)

@@ -31,25 +31,39 @@ _T = TypeVar("_T")
 
 def materialize(lowered: LoweredMask, extent: Extent) -> Tensor:
     """Return a lowered mask as a bool tensor (batch or 1, heads or 1, seqlen_q, seqlen_kv), True = attend."""
-    device = extent.device
-    rows = torch.arange(extent.seqlen_q, device=device)[:, None]
-    columns = torch.arange(extent.seqlen_kv, device=device)[None]
     shape = (1, 1, extent.seqlen_q, extent.seqlen_kv)
-    allowed: Tensor | None = None
-    if lowered.band_hi is not None:
-        allowed = (columns <= rows + lowered.band_hi)[None, None]
-    if lowered.band_lo is not None:
-        above = (columns >= rows + lowered.band_lo)[None, None]
-        allowed = above if allowed is None else allowed & above
-    if lowered.document_ids_q is not None and lowered.document_ids_kv is not None:
-        same = lowered.document_ids_q[:, None, :, None] == lowered.document_ids_kv[:, None, None, :]
-        allowed = same if allowed is None else allowed & same
-    for part in (None if lowered.key_keep is None else lowered.key_keep[:, None, None, :], lowered.dense):
-        if part is not None:
-            allowed = part if allowed is None else allowed & part
-    if allowed is None:
-        return torch.ones(shape, dtype=torch.bool, device=device)
+    allowed = build(lowered, extent)
     return allowed.expand(torch.broadcast_shapes(tuple(allowed.shape), shape))
+
+
+def build(lowered: LoweredMask, extent: Extent) -> Tensor:
+    """Return a lowered mask as the smallest bool tensor that broadcasts to it: key padding has one row."""
+    parts = [p for p in (_band(lowered, extent), _same_document(lowered), lowered.dense) if p is not None]
+    if lowered.key_keep is not None:
+        parts.append(lowered.key_keep[:, None, None, :])
+    if not parts:
+        return torch.ones((1, 1, 1, extent.seqlen_kv), dtype=torch.bool, device=extent.device)
+    allowed = parts[0]
+    for part in parts[1:]:
+        allowed = allowed & part
+    return allowed
+
+
+def _band(lowered: LoweredMask, extent: Extent) -> Tensor | None:
+    if lowered.band_lo is None and lowered.band_hi is None:
+        return None
+    rows = torch.arange(extent.seqlen_q, device=extent.device)[:, None]
+    columns = torch.arange(extent.seqlen_kv, device=extent.device)[None]
+    if lowered.band_hi is None:
+        return (columns >= rows + (lowered.band_lo or 0))[None, None]
+    below = columns <= rows + lowered.band_hi
+    return (below if lowered.band_lo is None else below & (columns >= rows + lowered.band_lo))[None, None]
+
+
+def _same_document(lowered: LoweredMask) -> Tensor | None:
+    if lowered.document_ids_q is None or lowered.document_ids_kv is None:
+        return None
+    return lowered.document_ids_q[:, None, :, None] == lowered.document_ids_kv[:, None, None, :]
 
 
 def additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

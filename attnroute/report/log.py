@@ -1,12 +1,62 @@
-"""ATTNROUTE_EXPLAIN."""
+"""What ATTNROUTE_EXPLAIN asks for: decisions on stderr as they are made."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from attnroute.line import render
+from attnroute.report.sentences import status, why_selected
+from attnroute.report.text import render_decision
 
 if TYPE_CHECKING:
     from attnroute.engine.decision import Decision
 
+Mode = Literal["off", "once", "changes", "all"]
 
-def announce(decision: Decision) -> None:
-    """Placeholder until the report engineer's version lands."""
+
+@dataclass
+class _Said:
+    """What was announced so far in this process."""
+
+    backends: set[str | None] = field(default_factory=set)
+    last: str | None = None
+
+
+_SAID = _Said()
+
+
+def announce(decision: Decision, mode: Mode) -> None:
+    """Print a new decision to stderr as the mode has it.
+
+    Args:
+        decision: A decision that selected something; announced when it is made, not when it is looked up.
+        mode: "off" prints nothing; "once" one line the first time that a backend is selected; "changes" one
+            line whenever another backend is selected than the time before; "all" the whole explanation.
+    """
+    if mode == "off":
+        return
+    if mode == "all":
+        print(render_decision(decision), file=sys.stderr)  # noqa: T201
+        return
+    known = decision.selected in _SAID.backends if mode == "once" else decision.selected == _SAID.last
+    _SAID.backends.add(decision.selected)
+    _SAID.last = decision.selected
+    if not known:
+        print(log_line(decision), file=sys.stderr)  # noqa: T201
+
+
+def log_line(decision: Decision) -> str:
+    """Say a decision that selected something in one line."""
+    verdict = decision.verdict(decision.selected or "")
+    said = status(verdict, decision).removeprefix("selected").removeprefix(", ")
+    prepared = f", {said}," if said else ""
+    asked = f"{render(decision.call)} on {decision.host.arch}"
+    return f"attnroute: {decision.selected}{prepared} for {asked}: {why_selected(decision)}"
+
+
+def forget() -> None:
+    """Start anew, as if nothing had been announced."""
+    _SAID.backends.clear()
+    _SAID.last = None

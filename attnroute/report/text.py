@@ -1,20 +1,135 @@
-"""Decisions as text for people."""
+"""Decisions as text for people: the explanation, the text of an exception, the text of a warning."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attnroute.line import render
+from attnroute.report import sentences
+from attnroute.report.layout import LABEL, field, wrapped
+from attnroute.report.size import size
+from attnroute.vocabulary import SLOW_TIER
+
 if TYPE_CHECKING:
-    from attnroute.engine.decision import Decision
+    from attnroute.engine.decision import Decision, Verdict
 
 
 def render_decision(decision: Decision) -> str:
-    """Placeholder until the report engineer's version lands."""
-    return f"{decision.selected}: " + "; ".join(
-        f"{v.backend} {v.status} [{', '.join(f'{f.rule}: requires {f.requires}; got {f.got}' for f in v.blocking)}] {v.repairs}"
-        for v in decision.verdicts
-    )
+    """Return the whole explanation: what was selected and why, every verdict, stock, hints.
+
+    Args:
+        decision: The decision; `stock` and `hints` are said where they were asked for.
+
+    Returns:
+        Lines of at most 110 columns, but for the call's own line, which can be pasted back.
+    """
+    blocks = [_head(decision), *_verdicts(sentences.arranged(decision), decision)]
+    advice = [] if decision.stock is None else field("stock", sentences.stock(decision.stock, decision))
+    for found in decision.hints:
+        advice += field("hint", sentences.hint(found))
+    return "\n".join([*blocks[0], "", *(line for block in blocks[1:] for line in block), *_apart(advice)])
 
 
-render_failure = render_decision
-render_quadratic = render_decision
+def render_others(decision: Decision) -> str:
+    """Return why each backend but the selected one does not run: only what keeps it away."""
+    lines = []
+    for verdict in sentences.arranged(decision):
+        if verdict.backend != decision.selected:
+            lines += _verdict(verdict.model_copy(update={"findings": verdict.blocking}), decision)
+    return "\n".join(lines)
+
+
+def render_failure(decision: Decision) -> str:
+    """Return the text of a NoBackendError: what was asked for, every reason, what could run instead.
+
+    Args:
+        decision: A decision that selected nothing.
+    """
+    required = decision.policy.require
+    if required is None:
+        asked, concerned = "no backend may run this call", sentences.arranged(decision)
+    else:
+        origin = decision.policy.origin_of("require")
+        asked = f"{required} is required by {origin} and may not run this call"
+        concerned = [v for v in decision.verdicts if v.backend == required]
+    lines = [f"{asked}: {render(decision.call)}", f"on {sentences.host_line(decision.host)}"]
+    lines += [line for block in _verdicts(concerned, decision) for line in block]
+    return "\n".join([*lines, *_apart(_alternatives(decision))])
+
+
+def render_quadratic(decision: Decision) -> str:
+    """Return the text of a QuadraticAttentionWarning: backend, bytes, call, and what would avoid it.
+
+    Args:
+        decision: A decision that selected a backend of the slow tier.
+    """
+    selected = decision.verdict(decision.selected or "")
+    said = f"{selected.backend} holds {size(selected.score_bytes)} of scores for {render(decision.call)}"
+    return f"{said}; {_avoidance(decision)}."
+
+
+def _head(decision: Decision) -> list[str]:
+    if decision.selected is None:
+        lines = field("selected", "none, because no backend may run this call")
+    else:
+        lines = field("selected", f"{decision.selected}, {sentences.why_selected(decision)}")
+    lines.append(f"{'call':<{LABEL}}{render(decision.call)}")
+    lines += field("host", sentences.host_line(decision.host))
+    for label, said in (
+        ("wish", sentences.wishes(decision.policy)),
+        ("mask", sentences.recognized(decision.call)),
+    ):
+        lines += [line for text in said for line in field(label, text)]
+    if len(decision.order) > 1:
+        lines += field("order", _order(decision))
+    return lines
+
+
+def _order(decision: Decision) -> str:
+    unmeasured = all(decision.verdict(b).predicted_ms is None for b in decision.order)
+    return ", ".join(decision.order) + (" (as declared; their times are unmeasured)" if unmeasured else "")
+
+
+def _verdicts(verdicts: list[Verdict], decision: Decision) -> list[list[str]]:
+    return [_verdict(verdict, decision) for verdict in verdicts]
+
+
+def _verdict(verdict: Verdict, decision: Decision) -> list[str]:
+    lines = field(verdict.backend, sentences.status(verdict, decision))
+    for found in sentences.findings(verdict):
+        lines += wrapped(f"- {sentences.finding(found)}", " " * LABEL, " " * (LABEL + 2))
+    return lines
+
+
+def _alternatives(decision: Decision) -> list[str]:
+    """What could run if the wishes were others: the slow tier is named only where nothing else is."""
+    able = [v for v in sentences.arranged(decision) if v.status == "eligible" and v.excluded is not None]
+    free = [v for v in able if v.backend not in SLOW_TIER] or able
+    origins = list(dict.fromkeys(v.excluded.origin for v in free if v.excluded is not None))
+    if not origins:
+        return []
+    names = [v.backend + (f" ({size(v.score_bytes)} of scores)" if v.score_bytes else "") for v in free]
+    wish = sentences.listed(origins, "or")
+    return field("hint", f"without {wish}, {sentences.listed(names, 'or')} could run it")
+
+
+def _avoidance(decision: Decision) -> str:
+    """What stands between the call and the nearest backend that does not hold the scores."""
+    others = [v for v in sentences.arranged(decision) if v.backend not in SLOW_TIER]
+    free = [v for v in others if v.status == "eligible"]
+    if free:
+        reasons = [sentences.exclusion(v.excluded) for v in free if v.excluded is not None]
+        why = reasons[0] if reasons else "put behind it by the order"
+        return f"{free[0].backend} would not, and is {why}"
+    if not others:
+        return "no other backend is known"
+    nearest = min(others, key=lambda v: (len(v.blocking), len(v.missing)))
+    return f"{nearest.backend} would not, and is {nearest.status}: {'; '.join(_reasons(nearest))}"
+
+
+def _reasons(verdict: Verdict) -> list[str]:
+    return [sentences.finding(f) for f in verdict.blocking] or [f"needs {name}" for name in verdict.missing]
+
+
+def _apart(lines: list[str]) -> list[str]:
+    return ["", *lines] if lines else []

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from attnroute.facts import FACTS, Facts, Unknown, Value, Varies
+from attnroute.errors import did_you_mean
+from attnroute.facts import FACTS, WORDS, Facts, Unknown, Value, Varies
 
 Tri = Literal["true", "false", "varies", "unknown"]
 Spec = bool | int | float | str | list[str] | list[int] | list[bool]
@@ -40,8 +41,46 @@ def parse(text: str) -> tuple[Term, ...]:
         if match is None:
             msg = f'a condition requires terms like ">=8", "%8" or "==top_left"; got "{part.strip()}".'
             raise ValueError(msg)
-        terms.append(Term(match[1], _operand(match[2])))
+        term = Term(match[1], _operand(match[2]))
+        if term.op == "%" and not (isinstance(term.operand, str) or _is_count(term.operand)):
+            msg = f'a condition requires a whole number above 0 behind "%"; got "{part.strip()}".'
+            raise ValueError(msg)
+        terms.append(term)
     return tuple(terms)
+
+
+def check(field: str, spec: Spec) -> None:
+    """Check that a condition says something about its field: a word that it can be, or a number.
+
+    Raises:
+        ValueError: The field is unknown, or can never have the value, or not be compared with it.
+    """
+    if field not in FACTS:
+        msg = f'a condition requires fields that attnroute.facts lists; got "{field}"{did_you_mean(field, FACTS)}.'
+        raise ValueError(msg)
+    words = WORDS.get(field)
+    if words is None:
+        _check_number(field, spec)
+        return
+    terms = parse(spec) if isinstance(spec, str) else ()
+    said = [t.operand for t in terms] if isinstance(spec, str) else spec if isinstance(spec, list) else [spec]
+    wrong = [word for word in said if word not in words]
+    if wrong or any(t.op not in ("==", "!=") for t in terms):
+        msg = f'{field} requires "==", "!=" or a list with words among {", ".join(words)}; got {spec!r}.'
+        raise ValueError(msg)
+
+
+def _check_number(field: str, spec: Spec) -> None:
+    operands = [t.operand for t in parse(spec)] if isinstance(spec, str) else spec if isinstance(spec, list) else []
+    strange = [o for o in operands if isinstance(o, str) and (o not in FACTS or o in WORDS or isinstance(spec, list))]
+    if strange:
+        near = did_you_mean(strange[0], FACTS)
+        msg = f'{field} requires numbers or fields that are numbers; got "{strange[0]}"{near}.'
+        raise ValueError(msg)
+
+
+def _is_count(operand: float) -> bool:
+    return isinstance(operand, int) and operand > 0
 
 
 def evaluate(spec: Spec, value: Value, facts: Facts) -> Tri:
@@ -80,13 +119,6 @@ def render(field: str, spec: Spec) -> str:
     if isinstance(spec, str):
         return f"{field} {spec}"
     return f"{field} = {spec}"
-
-
-def fields_of(spec: Spec) -> set[str]:
-    """Return the other fields that a condition refers to."""
-    if not isinstance(spec, str):
-        return set()
-    return {t.operand for t in parse(spec) if isinstance(t.operand, str) and t.operand in FACTS}
 
 
 def _operand(text: str) -> int | float | str:
@@ -141,5 +173,5 @@ def _compare(op: str, value: bool | float | str, operand: bool | float | str) ->
         msg = f'the operator "{op}" requires numbers; got {value!r} and {operand!r}.'
         raise TypeError(msg)
     if op == "%":
-        return value % operand == 0
+        return value % operand == 0 if operand else value == 0
     return {"<": value < operand, "<=": value <= operand, ">": value > operand, ">=": value >= operand}[op]

@@ -19,7 +19,7 @@ from attnroute.vocabulary import FEATURES
 if TYPE_CHECKING:
     import datetime
 
-    from attnroute.tables.schema import Evidence, Ranges, Rule
+    from attnroute.tables.schema import BackendInfo, Evidence, Ranges, Rule
 
 EXECUTORS = Path(__file__).parent.parent / "executors"
 RESERVED = ("feature-", "versions-known", "no-table")
@@ -150,11 +150,17 @@ def _measurements(tables: Tables) -> Iterator[Problem]:
 
 
 def _empty_ranges(tables: Tables) -> Iterator[Problem]:
-    for row in tables.all_rows():
+    """A row about versions that do not exist, or that the backend makes no statement about, is never used."""
+    told: set[tuple[str, str]] = set()
+    for row, info in _used_rows(tables):
         for name, ranges in row.rule.versions.items():
+            known = _options(info.versions_known.get(name, ">=0"))
             for option in _options(ranges):
-                if not _points(name, [option]):
-                    sentence = f"requires a range with a version in it; got {option}."
+                if (row.id, option) not in told and not _points(name, [option], known):
+                    told.add((row.id, option))
+                    sentence = (
+                        f"requires a range with a known version in it ({', '.join(known)}); got {option}."
+                    )
                     yield _problem(row, f"versions.{name}", sentence)
 
 
@@ -249,6 +255,13 @@ def _evidence(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
                 yield first, f"{arch}/arch.toml", name, evidence
 
 
+def _used_rows(tables: Tables) -> Iterator[tuple[RuleRow, BackendInfo]]:
+    for arch in tables.arch_names:
+        for backend, info in tables.backends.items():
+            for row in tables.rules(arch, backend) or ():
+                yield row, info
+
+
 def _same_statement(one: Rule, other: Rule) -> bool:
     if (one.kind, one.when, one.requires) != (other.kind, other.when, other.requires):
         return False
@@ -265,7 +278,7 @@ def _options(ranges: Ranges) -> list[str]:
 
 
 def _points(distribution: str, *ranges: list[str]) -> list[Version]:
-    """Return versions that lie in each of several ranges: those on, below and above every bound are enough."""
+    """Return versions that lie in each of several ranges: on, below and above every bound is enough."""
     bounds = {spec.version.removesuffix(".*") for options in ranges for o in options for spec in specifier(o)}
     near = [point for bound in bounds for point in _around(comparable(distribution, bound))]
     return [p for p in near if all(any(p in specifier(o) for o in options) for options in ranges)]

@@ -4,13 +4,14 @@ Files ship inside the wheel as `attnroute/_capability_tables`; an editable insta
 folder `capability_tables`. An overlay folder of the same layout adds rows, replaces rows of the same id and
 puts its declared orders first.
 
-The rows about a backend on an architecture are those of `any/`, those of the architecture's own file and those
-of the files that it includes. An architecture without an own file has the file of the one it inherits from.
+The rows about a backend on an architecture are those of `any/`, those of the architecture's own file and
+those of the files that it includes. An architecture without an own file has the one it inherits.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -157,17 +158,28 @@ class Tables:
         A file replaces the inherited one only in the folder that introduces the architecture: an overlay's
         file adds to what is inherited, because a user who adds one row must not lose the others.
         """
-        table = self.arch(arch)
-        homes = [f for f in self.folders if (f / arch / "arch.toml").is_file()]
-        own = (arch,) if any((f / arch / f"{backend}.toml").is_file() for f in self.folders) else ()
-        if table.inherits is None or (homes[0] / arch / f"{backend}.toml").is_file():
-            return own
-        return (*own, *self._lineage(table.inherits, backend))
+        found = []
+        for name in self._ancestors(arch):
+            homes = [folder for folder in self.folders if (folder / name / "arch.toml").is_file()]
+            if any((folder / name / f"{backend}.toml").is_file() for folder in self.folders):
+                found.append(name)
+            if (homes[0] / name / f"{backend}.toml").is_file():
+                break
+        return tuple(found)
 
     def _listed(self, arch: str) -> frozenset[str]:
-        table = self.arch(arch)
-        inherited = self._listed(table.inherits) if table.inherits is not None else frozenset()
-        return inherited | set(table.backends)
+        return frozenset(backend for name in self._ancestors(arch) for backend in self.arch(name).backends)
+
+    def _ancestors(self, arch: str) -> Iterator[str]:
+        """Give the architecture and what it inherits, the nearest first."""
+        names = [arch]
+        yield arch
+        while (parent := self.arch(names[-1]).inherits) is not None:
+            if parent in names:
+                circle = " -> ".join([*names, parent])
+                raise TableError(f"{names[-1]}/arch.toml: inherits requires an end; got the circle {circle}.")
+            names.append(parent)
+            yield parent
 
     def _with_included(self, scope: str, stem: str, above: tuple[str, ...] = ()) -> tuple[RuleRow, ...]:
         here = f"{scope}/{stem}"
@@ -232,7 +244,7 @@ def load(overlay: Path | None = None) -> Tables:
 def _read(path: Path, model: type[_Model]) -> _Model:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         msg = f"{path}: requires TOML; {error}."
         raise TableError(msg) from error
     try:

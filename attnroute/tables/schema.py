@@ -7,7 +7,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from attnroute.facts import FACTS
 from attnroute.host import Arch
 from attnroute.tables import conditions, versions
 from attnroute.tables.conditions import Spec
@@ -40,10 +39,7 @@ class Evidence(_Row):
 
 def _check_box(box: dict[str, Spec]) -> dict[str, Spec]:
     for field, spec in box.items():
-        unknown = ({field} | conditions.fields_of(spec)) - set(FACTS)
-        if unknown:
-            msg = f"a condition requires fields that attnroute.facts lists; got {sorted(unknown)}."
-            raise ValueError(msg)
+        conditions.check(field, spec)
     return box
 
 

@@ -13,6 +13,8 @@ from functools import lru_cache
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from attnroute.errors import argument_error
+
 PRE_RELEASES_COUNT = frozenset({"flash-attn-4"})
 _CUDNN_PARTS = 3
 _CUDA_LOCAL = re.compile(r"cu(\d+)(\d)")
@@ -37,13 +39,14 @@ def comparable(distribution: str, version: str) -> Version:
     """Return the version as the tables compare it.
 
     Raises:
-        ValueError: The version is not PEP 440.
+        ArgumentError: The version is not PEP 440.
     """
     try:
         parsed = Version(version)
     except InvalidVersion as error:
-        msg = f'the version of {distribution} requires PEP 440; got "{version}".'
-        raise ValueError(msg) from error
+        raise argument_error(
+            f"the version of {distribution}", "PEP 440", f'"{version}"', 'write it like "2.14.1"'
+        ) from error
     if distribution in PRE_RELEASES_COUNT:
         return Version(parsed.public)
     release = parsed.release[:_CUDNN_PARTS] if distribution == "cudnn" else parsed.release

@@ -1,0 +1,63 @@
+"""The command line. Each subcommand is a module, imported when it is asked for; none decides anything itself.
+
+Exit codes: 0 a fused kernel is selected, or the command did what it was asked; 1 the demo found something
+wrong; 2 the question is malformed; 3 only the slow tier can run the call; 4 nothing can; 5 a capability table
+is malformed.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Final
+
+from attnroute._version import __version__
+from attnroute.errors import ArgumentError, AttnRouteError, did_you_mean
+
+COMMANDS: Final[dict[str, str]] = {
+    "explain": "say which backend a call gets on a machine, and why not the others",
+    "rule": "print one row of the capability tables",
+    "matrix": "show which backends take which calls, per architecture",
+    "tables": "check the capability tables, or print their schema",
+    "probe": "print this machine as JSON",
+    "demo": "run real calls here and show what ran, how exact and how fast",
+}
+"""Subcommand to what it does; `attnroute.cli.<name>.run` runs it."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The words after the program's name; `sys.argv` by default.
+
+    Returns:
+        The exit code. What is wrong with the question or the tables is one sentence on stderr.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        print(f"attnroute {__version__}")
+        return 0
+    try:
+        return _run(words[0], words[1:])
+    except AttnRouteError as error:
+        print(f"attnroute: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(command: str, words: list[str]) -> int:
+    if command not in COMMANDS:
+        near = did_you_mean(command, COMMANDS) or "."
+        raise ArgumentError(f'attnroute requires one of {", ".join(COMMANDS)}; got "{command}"{near}')
+    code: int = import_module(f"attnroute.cli.{command}").run(words)
+    return code
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {does}" for name, does in COMMANDS.items()]
+    head = "usage: attnroute COMMAND ...   (attnroute COMMAND --help says more)"
+    return "\n".join([head, "", *lines, "", *(__doc__ or "").splitlines()[2:]])

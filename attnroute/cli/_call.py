@@ -1,0 +1,93 @@
+"""The call that a command is about: words of the call line, flags, or both; flags become words."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Final
+
+from attnroute.call import Call
+from attnroute.cli._parser import Parser
+from attnroute.errors import ArgumentError
+from attnroute.line import WORDS, parse
+from attnroute.vocabulary import DTYPE_SHORT
+
+_SWITCHES: Final = {"train": "training", "sink": "a sink per head", "lse": "the log-sum-exp is returned"}
+_SWITCHES_MORE: Final = {"deterministic": "only deterministic kernels"}
+_VALUED: Final = {
+    "softcap": "cap on the scores",
+    "dropout": "dropout probability",
+    "scale": "sign of the factor on QK^T: negative or zero",
+    "bias": "bias tensor: DTYPE:SHAPE, like bf16:1x1x64x64",
+}
+_SHORT: Final = {long: short for short, long in DTYPE_SHORT.items()}
+_CONTINUES: Final = re.compile(r"\d+(:\w+)?|open|top_left|bottom_right")
+_Q: Final = ("b", "hq", "sq", "d")
+_KV: Final = ("hkv", "skv", "/")
+
+
+def add_call(parser: Parser) -> None:
+    """Add the call's words and the flags that stand for some of them."""
+    parser.add_argument("call", nargs="*", metavar="CALL", help="words of the call line, see below")
+    group = parser.add_argument_group("call", "flags instead of words, or beside them")
+    group.add_argument("--q", metavar="B,HQ,SQ,D", help="batch, query heads, query length, head dim")
+    group.add_argument("--kv", metavar="HKV,SKV[,DV]", help="the same for key and value, where it differs")
+    group.add_argument("--dtype", help="bfloat16 or bf16, ...")
+    group.add_argument("--mask", help="mask words joined by commas, like causal,window=4096")
+    for name, does in _VALUED.items():
+        group.add_argument(f"--{name}", help=does)
+    for name, does in (_SWITCHES | _SWITCHES_MORE).items():
+        group.add_argument(f"--{name}", action="store_true", help=does)
+
+
+def call_of(args: argparse.Namespace) -> Call:
+    """Return the call.
+
+    Raises:
+        ArgumentError: A word or flag is wrong, or sizes are missing.
+    """
+    words = [word for text in args.call for word in text.split()]
+    words += [_SHORT.get(args.dtype, args.dtype)] if args.dtype else []
+    words += _sizes(args.q, args.kv)
+    words += _mask_words(args.mask) if args.mask else []
+    words += [f"{name}={value}" for name in _VALUED if (value := getattr(args, name)) is not None]
+    words += [name for name in _SWITCHES | _SWITCHES_MORE if getattr(args, name)]
+    return parse(" ".join(words))
+
+
+def words_help() -> str:
+    """Return the list of the call line's words."""
+    width = max(map(len, WORDS))
+    return "\n".join(
+        ["words of a call line:", *(f"  {form:<{width}}  {does}" for form, does in WORDS.items())]
+    )
+
+
+def _sizes(query: str | None, keys: str | None) -> list[str]:
+    words = [] if query is None else [n + v for n, v in zip(_Q, _numbers("--q", query, _Q), strict=True)]
+    if keys is None:
+        return words
+    found = _numbers("--kv", keys, _KV, least=2)
+    words += [name + value for name, value in zip(_KV[:2], found, strict=False)]
+    if len(found) == len(_KV) and words:
+        words = [f"{word}/{found[2]}" if re.fullmatch(r"d\d+", word) else word for word in words]
+    return words
+
+
+def _numbers(flag: str, text: str, names: tuple[str, ...], least: int | None = None) -> list[str]:
+    found = text.split(",")
+    if not (least or len(names)) <= len(found) <= len(names) or not all(n.isdecimal() for n in found):
+        shape = "HKV,SKV or HKV,SKV,DV" if flag == "--kv" else "B,HQ,SQ,D"
+        raise ArgumentError(f'{flag} requires counts {shape}; got "{text}".')
+    return found
+
+
+def _mask_words(text: str) -> list[str]:
+    """Split at commas, but for those between the numbers of one word: causal,window=4095,0."""
+    words: list[str] = []
+    for piece in text.split(","):
+        if words and _CONTINUES.fullmatch(piece):
+            words[-1] += f",{piece}"
+        else:
+            words.append(piece)
+    return words

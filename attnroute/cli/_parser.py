@@ -1,0 +1,33 @@
+"""An argument parser whose complaints are one sentence, raised like every other error."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from attnroute.errors import ArgumentError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations and without exits: what is wrong becomes an ArgumentError."""
+
+    def __init__(self, command: str, description: str, epilog: str = "") -> None:
+        """Take the subcommand's name and what its help says."""
+        super().__init__(
+            prog=f"attnroute {command}",
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print before it exits."""
+        raise ArgumentError(f"{self.prog}: {message}; `{self.prog} --help` says more.")
+
+
+def add_format(parser: Parser) -> None:
+    """Add `--format text|json`."""
+    parser.add_argument(
+        "--format", choices=("text", "json"), default="text", help="for people or for programs"
+    )

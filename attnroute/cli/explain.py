@@ -1,0 +1,57 @@
+"""`attnroute explain`: one decision, for this machine or another."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from attnroute.cli._call import add_call, call_of, words_help
+from attnroute.cli._host import add_host, host_of
+from attnroute.cli._parser import Parser, add_format
+from attnroute.engine.decide import decide
+from attnroute.errors import NoBackendError
+from attnroute.policy import merge
+from attnroute.report.json import decision_json
+from attnroute.report.layout import field
+from attnroute.report.text import render_decision
+from attnroute.settings import current, policy_of
+from attnroute.tables.load import load
+from attnroute.vocabulary import SLOW_TIER
+
+if TYPE_CHECKING:
+    from attnroute.engine.decision import Decision
+
+SLOW_ONLY = 3
+
+
+def run(words: list[str]) -> int:
+    """Print the decision; the exit code says what kind of backend was selected."""
+    args = _parser().parse_intermixed_args(words)
+    policy = merge(current(), policy_of("the command line", backend=args.backend))
+    tables = load(policy.tables)
+    host, assumed = host_of(args, tables)
+    decision = decide(call_of(args), host, tables, policy, advise=True)
+    if args.format == "json":
+        print(decision_json(decision))
+    else:
+        print(render_decision(decision))
+    if assumed:
+        # JSON on stdout must stay readable for programs.
+        print(*field("assumed", assumed), sep="\n", file=sys.stderr if args.format == "json" else sys.stdout)
+    return exit_code(decision)
+
+
+def exit_code(decision: Decision) -> int:
+    """Return 0 for a fused kernel, 3 for the slow tier, 4 for nothing."""
+    if decision.selected is None:
+        return NoBackendError.exit_code
+    return SLOW_ONLY if decision.selected in SLOW_TIER else 0
+
+
+def _parser() -> Parser:
+    parser = Parser("explain", "Say which backend a call gets, and why not the others.", words_help())
+    add_call(parser)
+    add_host(parser)
+    parser.add_argument("--backend", help="the only backend that may run")
+    add_format(parser)
+    return parser

@@ -1,0 +1,28 @@
+"""`attnroute probe`: this machine as JSON, for `--host` and for bug reports."""
+
+from __future__ import annotations
+
+import sys
+
+from attnroute.cli._host import probed
+from attnroute.cli._parser import Parser
+
+
+def run(words: list[str]) -> int:
+    """Print the host to stdout, and torch's own switches that are off to stderr."""
+    Parser("probe", "Print this machine as JSON; torch's own switches that are off go to stderr.").parse_args(
+        words
+    )
+    print(probed().model_dump_json(indent=2))
+    for name in switched_off():
+        said = f"torch.backends.cuda.{name}() is False here, which binds torch's own selector only"
+        print(f"attnroute: {said}.", file=sys.stderr)
+    return 0
+
+
+def switched_off() -> list[str]:
+    """Return torch's process-wide switches of attention kernels that are off."""
+    import torch
+
+    names = ("flash_sdp_enabled", "cudnn_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled")
+    return [name for name in names if not getattr(torch.backends.cuda, name)()]

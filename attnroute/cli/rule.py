@@ -1,0 +1,43 @@
+"""`attnroute rule ID`: one row, with its versions, guard and evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnroute.cli._parser import Parser, add_format
+from attnroute.errors import ArgumentError, did_you_mean
+from attnroute.report.rules import Row, render_row, row_json
+from attnroute.settings import current
+from attnroute.tables.load import Tables, load
+
+
+def run(words: list[str]) -> int:
+    """Print the row that a finding names."""
+    parser = Parser("rule", "Print one row of the capability tables: versions, guard, condition, evidence.")
+    parser.add_argument(
+        "id", metavar="ID", help="as explanations print it in brackets: any/flash/head-dims-equal"
+    )
+    add_format(parser)
+    args = parser.parse_args(words)
+    row = _find(args.id, load(current().tables))
+    print(row_json(row) if args.format == "json" else render_row(row))
+    return 0
+
+
+def _find(wanted: str, tables: Tables) -> Row:
+    rows = {row.id: row for row in _rows(tables)}
+    if wanted not in rows:
+        near = did_you_mean(wanted, rows) or "; explanations print ids in brackets."
+        raise ArgumentError(f'ID requires the id of a row; got "{wanted}"{near}')
+    return rows[wanted]
+
+
+def _rows(tables: Tables) -> Iterator[Row]:
+    """Everything that a finding may name; where two folders say the same id, the later one holds."""
+    for row in tables.all_rows():
+        yield Row(row.id, f"{row.file.parent.name}/{row.file.name}", row.rule)
+    for backend, info in tables.backends.items():
+        yield Row(f"any/{backend}/versions-known", f"any/{backend}.toml", info)
+        for arch in tables.arch_names:
+            for answer in tables.features(arch, backend).values():
+                yield Row(answer.id, f"{answer.id.partition('/')[0]}/{backend}.toml", answer.answer)

@@ -1,0 +1,188 @@
+"""The attention function that transformers' attention modules call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnroute.api import attention
+from attnroute.errors import argument_error
+from attnroute.integrations._transformers_carrier import CarriedMask
+from attnroute.integrations._transformers_packed import with_cu_seqlens
+from attnroute.masks import Causal, Mask, Window
+
+AttentionFunction = Callable[..., tuple[Tensor, None]]
+
+HARMLESS = frozenset(
+    {
+        # What a model says about positions is in query, key and mask already.
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "token_type_ids",
+        "mm_token_type_ids",
+        # State and outputs of the model around the attention.
+        "cache",
+        "past_key_value",
+        "past_key_values",
+        "shared_kv_states",
+        "use_cache",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+        "num_items_in_batch",
+        # Documents for recurrent layers; attention is told by position_ids or cu_seq_lens_q.
+        "seq_idx",
+        # Upper bounds of lengths, beside cu_seq_lens_q.
+        "max_length_q",
+        "max_length_k",
+        # Modules call the function with theirs, a wish for other kernels that changes no result.
+        "kernel_options",
+    }
+)
+
+
+def attention_function(ignore: frozenset[str]) -> AttentionFunction:
+    """Return the function for transformers' registry; keyword arguments named in `ignore` count as harmless."""
+    harmless = HARMLESS | ignore
+
+    # Tracing through a decision is not possible yet, so that a compiled model stops here and goes on behind.
+    @torch.compiler.disable
+    def attnroute_attention_forward(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        _refuse_unknown(kwargs, harmless)
+        if is_causal is None:
+            is_causal = bool(getattr(module, "is_causal", True))
+        out = _attend(query, key, value, attention_mask, is_causal, kwargs, scale=scaling, dropout_p=dropout)
+        return out.transpose(1, 2).contiguous(), None
+
+    return attnroute_attention_forward
+
+
+_HONOURED = frozenset(
+    {"softcap", "s_aux", "position_bias", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "deterministic"}
+)
+
+
+def _refuse_unknown(kwargs: Mapping[str, Any], harmless: frozenset[str]) -> None:
+    if kwargs.get("output_attentions"):
+        raise argument_error(
+            "output_attentions",
+            "attention weights, which no fused kernel makes",
+            True,
+            'load the model with attn_implementation="eager" to see them',
+        )
+    for name, value in kwargs.items():
+        if name not in harmless and name not in _HONOURED and value is not None and value is not False:
+            raise argument_error(
+                f"keyword argument {name}",
+                "a meaning that this integration knows, because it may change what attention computes",
+                type(value).__name__,
+                f'pass register(ignore=["{name}"]) if it changes nothing, else use attn_implementation="eager"',
+            )
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    given: Tensor | None,
+    is_causal: bool,
+    kwargs: Mapping[str, Any],
+    *,
+    scale: float | None,
+    dropout_p: float,
+) -> Tensor:
+    bias: Tensor | None = kwargs.get("position_bias")
+    mask, (start, stop) = _mask(query, key, given, is_causal, kwargs)
+    if (start, stop) != (0, key.shape[2]):
+        key, value = key[:, :, start:stop], value[:, :, start:stop]
+        bias = bias[..., start:stop] if bias is not None and bias.shape[-1] > 1 else bias
+    if query.shape[0] == 1 < key.shape[0]:
+        # Learned queries are shared by the batch.
+        query = query.expand(key.shape[0], -1, -1, -1)
+    return attention(
+        query,
+        key,
+        value,
+        mask,
+        bias=bias,
+        scale=scale,
+        softcap=kwargs.get("softcap") or 0.0,
+        sink=kwargs.get("s_aux"),
+        dropout_p=dropout_p,
+        deterministic=kwargs.get("deterministic") or None,
+    )
+
+
+def _mask(
+    query: Tensor, key: Tensor, given: Tensor | None, is_causal: bool, kwargs: Mapping[str, Any]
+) -> tuple[Mask | Tensor | None, tuple[int, int]]:
+    """Return the mask, and which keys it is for."""
+    window: int | None = kwargs.get("sliding_window")
+    keys = (0, key.shape[2])
+    mask: Mask | Tensor | None = given
+    pattern = None
+    if isinstance(given, CarriedMask):
+        pattern = given.pattern
+        mask, keys = _carried(given, query, key, window)
+    elif given is None:
+        mask = _unsaid(query.shape[2], key.shape[2], is_causal, window)
+    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
+        mask = with_cu_seqlens(mask, pattern, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), query, key)
+    return mask, keys
+
+
+def _carried(
+    given: CarriedMask, query: Tensor, key: Tensor, window: int | None
+) -> tuple[Mask | Tensor, tuple[int, int]]:
+    pattern, whole = given.pattern, (0, key.shape[2])
+    if pattern is None:
+        return given.dense(), whole
+    lengths = (query.shape[2], key.shape[2])
+    if lengths != (pattern.q_length, pattern.kv_length):
+        raise argument_error(
+            "attention_mask",
+            f"{lengths[0]} queries and {lengths[1]} keys, as query and key have",
+            f"one for {pattern.q_length} and {pattern.kv_length}",
+            "make the mask for the lengths of this layer",
+        )
+    if window is not None:
+        pattern = pattern.with_window(window)
+    if pattern.mask is None:
+        return given.dense(), whole
+    return pattern.mask, pattern.keys
+
+
+def _unsaid(seqlen_q: int, seqlen_kv: int, is_causal: bool, window: int | None) -> Mask | None:
+    """Return what the module means where it passes no mask; never a guess about an alignment."""
+    if seqlen_q == 1 or not is_causal:
+        if window is not None and seqlen_kv > window:
+            raise argument_error(
+                "attention_mask",
+                f"a mask that contains the sliding window of {window}, because {seqlen_kv} keys reach beyond it",
+                None,
+                "make it with transformers' masking_utils",
+            )
+        return None
+    if seqlen_q != seqlen_kv:
+        raise argument_error(
+            "attention_mask",
+            "a mask for causal attention with as many queries as keys excepted",
+            f"None with {seqlen_q} queries and {seqlen_kv} keys",
+            "make it with transformers' masking_utils, or pass is_causal=False",
+        )
+    return Causal() if window is None else Window(window - 1, 0)

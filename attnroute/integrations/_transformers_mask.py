@@ -1,0 +1,151 @@
+"""The mask function that transformers calls once per forward pass and kind of layer."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from attnroute.integrations._transformers_carrier import CarriedMask
+from attnroute.integrations._transformers_pattern import Pattern
+from attnroute.integrations._transformers_reader import MaskFunction, Reading, read
+
+
+def refuse_old_transformers() -> None:
+    """Raise an ImportError where transformers does not say query lengths and offsets to a mask function."""
+    missing = {"q_length", "q_offset"} - set(signature(sdpa_mask).parameters)
+    if missing:
+        from transformers import __version__  # noqa: PLC0415
+
+        msg = (
+            f"The transformers integration requires mask functions with q_length and q_offset; got transformers "
+            f"{__version__}, which has none; install a newer one."
+        )
+        raise ImportError(msg)
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """Return who may attend, with the meaning of transformers' `sdpa_mask`.
+
+    Args:
+        batch_size: Batch size.
+        q_length: Queries.
+        kv_length: Keys, cached ones included.
+        q_offset: Position of the first query; a tensor for static caches.
+        kv_offset: Position of the first key.
+        mask_function: Says for index tensors (batch, head, query, key) who may attend.
+        attention_mask: Bool tensor (batch, positions), False for padding.
+        allow_is_bidirectional_skip: None may be returned where nothing is masked.
+        device: Where the mask lies.
+        **kwargs: What else transformers tells every mask function; `sdpa_mask` gets it for dense masks.
+
+    Returns:
+        A `CarriedMask` where the mask is known as an object, else a bool tensor (batch_size, 1, q_length, kv_length),
+        True = attend. None only for a mask without any False, and only where that is allowed.
+    """
+    pattern = None
+    if not _is_tracing():
+        pattern = _pattern(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    if pattern is None:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            device=device,
+            # A module that sees no mask guesses the alignment; a mask states it.
+            **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": allow_is_bidirectional_skip},
+        )
+    # A mask with a window stays, for its modules pass the window on and would ask what it means without a mask.
+    if allow_is_bidirectional_skip and pattern.is_full and pattern.left is None:
+        return None
+    return CarriedMask.carry(pattern, device)
+
+
+def _pattern(
+    batch: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    function: MaskFunction,
+    padding: Tensor | None,
+) -> Pattern | None:
+    """Return the mask as a pattern, or None where it is not known for certain to be one."""
+    reading = read(function)
+    if reading is None or min(batch, q_length, kv_length) < 1:
+        return None
+    if isinstance(q_offset, Tensor):
+        # Reading the tensor waits for the device, once per prompt. Single tokens stay dense: a compiled decoding
+        # step takes this mask as an input of fixed form, and one row costs next to nothing.
+        if q_length == 1:
+            return None
+        q_offset = int(q_offset)
+    band = Pattern(batch, q_length, kv_length, q_offset - kv_offset, reading.left, reading.right)
+    if reading.ids is not None or reading.positions is not None:
+        if padding is not None or q_offset or kv_offset:
+            return None
+        return _with_documents(band, reading)
+    return band if padding is None else _with_padding(band, padding, kv_offset)
+
+
+def _with_padding(band: Pattern, padding: Tensor, kv_offset: int) -> Pattern | None:
+    if padding.dtype != torch.bool or padding.dim() != 2 or padding.shape[0] != band.batch:
+        return None
+    keep = padding[:, kv_offset : kv_offset + band.kv_length]
+    missing = band.kv_length - keep.shape[1]
+    if missing:
+        # Keys that the padding mask does not speak about do not exist yet, as in transformers.
+        keep = torch.nn.functional.pad(keep, (0, missing))
+    start, stop = band.keys
+    if bool(keep[:, start:stop].all()):
+        return band
+    return Pattern(band.batch, band.q_length, band.kv_length, band.offset, band.left, band.right, keep)
+
+
+def _with_documents(band: Pattern, reading: Reading) -> Pattern | None:
+    """Add packed documents; the band may count in positions that restart, if they go up by one in each document."""
+    ids, shape = reading.ids, (band.batch, band.q_length)
+    if ids is None or ids.shape != shape or band.q_length != band.kv_length:
+        return None
+    same = ids[:, 1:] == ids[:, :-1]
+    steps = torch.ones_like(same)
+    if reading.positions is not None:
+        if reading.positions.shape != shape:
+            return None
+        steps = reading.positions[:, 1:] - reading.positions[:, :-1] == 1
+    ascending = ids[:, 1:] >= ids[:, :-1]
+    same, sound = torch.stack([same, ascending & (steps | ~same)]).cpu()
+    if reading.positions is not None and not bool(sound.all()):
+        return None
+    sums = _cu_seqlens(same[0]) if band.batch == 1 and bool(sound.all()) else None
+    if sums is not None and len(sums) == 2:
+        return band
+    return Pattern(band.batch, band.q_length, band.kv_length, 0, band.left, band.right, None, ids, sums)
+
+
+def _cu_seqlens(same: Tensor) -> Tensor:
+    """Prefix sums of the documents of one row, given which tokens belong with the one before them."""
+    starts = [at + 1 for at, joined in enumerate(same.tolist()) if not joined]
+    return torch.tensor([0, *starts, len(same) + 1], dtype=torch.int32)
+
+
+def _is_tracing() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()

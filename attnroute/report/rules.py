@@ -1,0 +1,97 @@
+"""One row of the tables as text or JSON, whole: what `attnroute rule ID` prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from attnroute.report.layout import field
+from attnroute.report.sentences import words
+from attnroute.tables.conditions import render
+from attnroute.tables.schema import AnyOf, BackendInfo, Box, Evidence, FeatureAnswer, Ranges, Rule
+
+_SCOPES = {
+    "call": "torch's own selector and attnroute's direct call of the operator",
+    "stock": "torch's own selector only",
+    "operator": "attnroute's direct call of the operator only",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Anything that a finding may name.
+
+    Attributes:
+        id: What the finding names.
+        file: Where it stands, below the folder of the tables.
+        says: The row itself.
+    """
+
+    id: str
+    file: str
+    says: Rule | FeatureAnswer | BackendInfo
+
+
+def row_json(row: Row) -> str:
+    """Return a row as JSON: its id, its file and every key of the table."""
+    said = row.says.model_dump(mode="json", exclude_none=True)
+    return json.dumps({"id": row.id, "file": row.file, **said}, indent=2)
+
+
+def render_row(row: Row) -> str:
+    """Return a row as lines of label and text."""
+    parts = [*_parts(row.says), ("file", row.file)]
+    return "\n".join([row.id, *(line for label, text in parts if text for line in field(label, text))])
+
+
+def _parts(says: Rule | FeatureAnswer | BackendInfo) -> list[tuple[str, str]]:
+    if isinstance(says, Rule):
+        recheck = f"after {says.recheck_after}" if says.recheck_after else ""
+        return [*_rule(says), *_evidence(says.evidence), ("recheck", recheck)]
+    if isinstance(says, FeatureAnswer):
+        answer = says.value if isinstance(says.value, str) else str(says.value).lower()
+        return [("answer", answer), ("repair", says.repair or ""), *_evidence(says.evidence)]
+    return [
+        ("title", says.title),
+        ("provider", says.provider),
+        ("needs", ", ".join(says.needs)),
+        ("known", _versions(says.versions_known)),
+        ("operators", ", ".join(says.operators)),
+        ("memory", f"{says.memory} in the sequence length"),
+    ]
+
+
+def _rule(rule: Rule) -> list[tuple[str, str]]:
+    return [
+        ("kind", words(rule.kind)),
+        ("binds", _SCOPES[rule.scope]),
+        ("versions", _versions(rule.versions)),
+        ("phase", rule.phase or ""),
+        ("when", _box(rule.when)),
+        ("requires", rule.requires if isinstance(rule.requires, str) else _box(rule.requires)),
+        ("repair", rule.repair or ""),
+        ("because", rule.because),
+    ]
+
+
+def _evidence(evidence: list[Evidence]) -> list[tuple[str, str]]:
+    said = []
+    for item in evidence:
+        details = [
+            item.ref,
+            item.version and f"version {item.version}",
+            item.date and item.date.isoformat(),
+            item.note,
+        ]
+        said.append(("evidence", f"{item.kind}: {', '.join(d for d in details if d)}"))
+    return said
+
+
+def _versions(versions: dict[str, Ranges]) -> str:
+    return ", ".join(f"{name} {r if isinstance(r, str) else ' or '.join(r)}" for name, r in versions.items())
+
+
+def _box(box: Box | AnyOf) -> str:
+    if isinstance(box, AnyOf):
+        return " or ".join(f"({_box(option)})" for option in box.any_of)
+    return " and ".join(render(name, spec) for name, spec in box.items())

@@ -1,0 +1,193 @@
+"""One sentence or clause per part of a decision. Every word about a limit comes from the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from attnroute.call import CausalNode, DenseNode
+from attnroute.report.size import size
+from attnroute.vocabulary import SLOW_TIER
+
+if TYPE_CHECKING:
+    from attnroute.call import Call
+    from attnroute.engine.decision import Decision, Exclusion, Hint, Verdict
+    from attnroute.engine.finding import Finding
+    from attnroute.engine.stock import Stock
+    from attnroute.host import Host
+    from attnroute.policy import Policy
+
+_FIRST_VERSIONS: Final[tuple[str, ...]] = ("torch", "cuda", "cudnn")
+_MASK_FORMS: Final = {
+    "none": "",
+    "is_causal": ", given is_causal",
+    "dense_mask": ", given the mask as one bool tensor",
+    "dense_bias": ", given mask and bias as one float tensor",
+}
+_EXCLUSIONS: Final = {
+    "banned": "banned by {origin}",
+    "not_allowed": "not among those that {origin} allows",
+    "not_required": "not the one that {origin} requires",
+    "strict": "kept out by strict, set by {origin}",
+    "unknown": "not chosen while unknown, as {origin} has it",
+}
+
+
+def words(text: str) -> str:
+    """Say a word of the closed lists as prose: "wrong_result" is "wrong result"."""
+    return text.replace("_", " ")
+
+
+def listed(items: list[str] | tuple[str, ...], last: str = "and") -> str:
+    """Join words as a sentence does: "a, b and c"."""
+    if len(items) < 2:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} {last} {items[-1]}"
+
+
+def finding(found: Finding) -> str:
+    """Say a finding: "requires X; got Y (because ...) [rule id]"."""
+    unsure = ["unknown"] if found.outcome == "unknown" else []
+    fault = [words(found.kind)] if found.kind != "limit" else []
+    prefix = f"{', '.join(unsure + fault)}: " if unsure or fault else ""
+    because = f" (because {found.because})" if found.because else ""
+    lifted = f", lifted by {found.repaired_by}" if found.repaired_by else ""
+    return f"{prefix}requires {found.requires}; got {found.got}{because} [{found.rule}]{lifted}"
+
+
+def findings(verdict: Verdict) -> list[Finding]:
+    """Return the findings worth saying: what failed or is not known, blocking ones first."""
+    said = [f for f in verdict.findings if f.outcome in ("fail", "unknown")]
+    return sorted(said, key=lambda f: not f.blocks)
+
+
+def status(verdict: Verdict, decision: Decision) -> str:
+    """Say a verdict in one clause: status, preparations, sizes, what is missing, who keeps it out."""
+    selected = verdict.backend == decision.selected
+    parts: list[str] = ["selected" if selected else verdict.status]
+    if selected and verdict.status != "eligible":
+        parts.append(f"{verdict.status}, allowed by {decision.policy.origin_of('allow_unknown')}")
+    if verdict.repairs:
+        more = f" ({size(verdict.extra_bytes)} more)" if verdict.extra_bytes else ""
+        parts.append(f"after {listed(verdict.repairs)}{more}")
+    if verdict.score_bytes and verdict.status != "rejected":
+        parts.append(f"{size(verdict.score_bytes)} of scores")
+    if verdict.predicted_ms is not None:
+        parts.append(f"predicted {verdict.predicted_ms:.3g} ms")
+    parts += [_missing(name, decision.host) for name in verdict.missing]
+    if verdict.excluded is not None:
+        parts.append(exclusion(verdict.excluded))
+    return ", ".join(parts)
+
+
+def _missing(name: str, host: Host) -> str:
+    if name in host.broken:
+        return f"needs {name}, whose import fails ({host.broken[name]})"
+    return f"needs {name}, which is not installed"
+
+
+def exclusion(excluded: Exclusion) -> str:
+    """Say why policy keeps a backend out, and who said so."""
+    return _EXCLUSIONS[excluded.reason].format(origin=excluded.origin)
+
+
+def why_selected(decision: Decision) -> str:
+    """Say what put the selected backend first."""
+    selected, policy = decision.selected, decision.policy
+    if policy.require is not None and policy.require == selected:
+        return f"required by {policy.origin_of('require')}"
+    if len(decision.order) == 1:
+        return "the only one that may run this call"
+    if selected in policy.prefer:
+        return f"preferred by {policy.origin_of('prefer')}"
+    if policy.allow is not None:
+        return f"first of those that {policy.origin_of('allow')} allows"
+    name, _, reason = decision.why_this_order.partition(": ")
+    if not reason:
+        return f"first by name, because {decision.why_this_order}"
+    return f'first of those that may run in the declared order "{name}" ({reason})'
+
+
+def host_line(host: Host) -> str:
+    """Say a machine in one line."""
+    names = [n for n in _FIRST_VERSIONS if n in host.versions]
+    names += sorted(set(host.versions) - set(names))
+    parts = [host.arch, *([host.device_name] if host.device_name else [])]
+    return ", ".join([*parts, *(f"{name} {host.versions[name]}" for name in names)])
+
+
+def wishes(policy: Policy) -> list[str]:
+    """Say every wish that somebody stated, with who did."""
+    stated = {
+        "require": policy.require,
+        "prefer": listed(policy.prefer),
+        "allow": None if policy.allow is None else listed(policy.allow) or "nothing",
+        "ban": listed(policy.ban),
+        "strict": "on" if policy.strict else "",
+        "allow_unknown": "on" if policy.allow_unknown else "",
+        "recognize": "" if policy.recognize else "off",
+        "tables": str(policy.tables or ""),
+        "transform": policy.transform,
+    }
+    return [f"{words(name)} {value} ({policy.origin_of(name)})" for name, value in stated.items() if value]
+
+
+def recognized(call: Call) -> list[str]:
+    """Say what was seen in each dense mask that somebody looked into."""
+    return [
+        f"the bool tensor {'x'.join(map(str, node.shape))} was recognised as {_said(node.recognized)}"
+        for node in call.mask
+        if isinstance(node, DenseNode) and node.recognized is not None
+    ]
+
+
+def _said(nodes: tuple[CausalNode, ...]) -> str:
+    return listed([f"{node.kind} ({words(node.alignment)})" for node in nodes]) or "no mask at all"
+
+
+def stock(predicted: Stock, decision: Decision) -> str:
+    """Say what stock scaled_dot_product_attention would run."""
+    if predicted.inexpressible:
+        return f"cannot say {listed([words(part) for part in predicted.inexpressible], 'or')}"
+    if predicted.backend == "none":
+        return "would raise, because none of its kernels takes this call"
+    if predicted.backend == "unknown":
+        return f"not known for torch {decision.host.versions.get('torch', 'that is not installed')}"
+    if predicted.backend == decision.selected:
+        said = "would run the same kernel"
+    else:
+        said = f"would run {predicted.backend}"
+    scores = f", {size(predicted.score_bytes)} of scores" if predicted.score_bytes else ""
+    return f"{said}{scores}{_MASK_FORMS[predicted.mask_form]}{_faults(predicted.backend, decision)}"
+
+
+def _faults(backend: str, decision: Decision) -> str:
+    """Name the known faults of a kernel that stock attention would run without looking."""
+    verdicts = [v for v in decision.verdicts if v.backend == backend]
+    faults = [f for v in verdicts for f in v.findings if f.kind in ("wrong_result", "crash", "hang")]
+    said = [f"{words(f.kind)} [{f.rule}]" for f in faults if f.outcome == "fail"]
+    return f", in spite of a known {listed(said)}" if said else ""
+
+
+def hint(found: Hint) -> str:
+    """Say one change that would change the choice."""
+    would = f"would select {found.selects}"
+    if found.kind == "mask_object":
+        name = "".join(part.capitalize() for part in found.change.split("_"))
+        return f"if the mask tensor is {words(found.change)}, masks.{name}() in its place {would}"
+    if found.kind in ("install", "upgrade"):
+        version = f" >= {found.version}" if found.version else ""
+        verb = "installing" if found.kind == "install" else "upgrading to"
+        return f"{verb} {found.change}{version} {would}"
+    return f"{found.change} {would}"
+
+
+def arranged(decision: Decision) -> list[Verdict]:
+    """Return every verdict: the candidates in their order, then the rest, the slow tier last."""
+    places = {backend: place for place, backend in enumerate(decision.order)}
+    ranks = {"eligible": 0, "unavailable": 1, "unknown": 2, "rejected": 3}
+
+    def place(verdict: Verdict) -> tuple[int, int, bool, str]:
+        backend = verdict.backend
+        return (places.get(backend, len(places)), ranks[verdict.status], backend in SLOW_TIER, backend)
+
+    return sorted(decision.verdicts, key=place)

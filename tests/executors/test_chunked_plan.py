@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import torch
+from executors.chunked_reference import allowed
+from executors.chunked_tiling import tiling
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnroute.executors import _chunked_plan as plan
+from attnroute.executors._chunked_plan import Geometry, Limits, make_plan
+from attnroute.masks.lowered import LoweredMask
+
+LENGTHS = st.integers(0, 90)
+EDGE = st.none() | st.integers(-60, 60)
+GEOMETRIES = st.builds(Geometry, st.integers(0, 5), st.integers(1, 6), st.integers(1, 9), LENGTHS, LENGTHS)
+
+
+@st.composite
+def limits(draw, length):
+    bounds = None
+    if draw(st.booleans()):
+        inner = draw(st.lists(st.integers(0, length), max_size=4))
+        bounds = (0, *sorted(inner), length)
+    return Limits(draw(EDGE), draw(EDGE), bounds)
+
+
+@given(shape=GEOMETRIES, block_q=st.none() | st.integers(1, 100), budget=st.sampled_from([1, 500, 5000, 10**7]))
+@settings(deadline=None, max_examples=150)
+def test_chunks_and_blocks_partition_the_call(shape, block_q, budget):
+    with tiling(budget, plan.KEY_ALIGN):
+        made = make_plan(shape, Limits(), block_q)
+    pairs = [(b, h) for c in made.chunks for b in range(c.b0, c.b1) for h in range(c.h0, c.h1)]
+    assert pairs == [(b, h) for b in range(shape.batch) for h in range(shape.heads_kv)]
+    assert all(c.units >= 1 for c in made.chunks)
+    assert [i for b in made.blocks for i in range(b.i0, b.i1)] == list(range(shape.seqlen_q))
+    for block in made.blocks:
+        assert [j for j0, j1 in block.keys for j in range(j0, j1)] == list(range(shape.seqlen_kv))
+
+
+@given(shape=GEOMETRIES, budget=st.sampled_from([5000, 50_000]))
+@settings(deadline=None, max_examples=100)
+def test_no_tile_exceeds_the_budget_by_more_than_one_aligned_strip(shape, budget):
+    with tiling(budget, plan.KEY_ALIGN):
+        made = make_plan(shape, Limits())
+    queries = min(plan.default_block_q(shape.group), max(shape.seqlen_q, 1))
+    smallest = queries * shape.group * min(plan.KEY_ALIGN, max(shape.seqlen_kv, 1))
+    units = max((c.units for c in made.chunks), default=0)
+    assert units * queries * shape.group * made.tile_keys <= max(budget, smallest)
+
+
+@given(data=st.data(), length=st.integers(1, 60))
+@settings(deadline=None, max_examples=200)
+def test_key_range_is_exactly_what_the_mask_leaves(data, length):
+    limit = data.draw(limits(length))
+    i0 = data.draw(st.integers(0, length - 1))
+    i1 = data.draw(st.integers(i0 + 1, length))
+    ids = None
+    if limit.bounds is not None:
+        ids = torch.bucketize(torch.arange(length), torch.tensor(limit.bounds[1:]), right=True)[None]
+    mask = LoweredMask(
+        band_lo=limit.band_lo, band_hi=limit.band_hi, document_ids_q=ids, document_ids_kv=ids
+    )
+    seen = allowed(mask, (1, 1, length, length))[0, 0, i0:i1].any(0).nonzero().flatten().tolist()
+    j0, j1 = limit.key_range(i0, i1, length)
+    assert set(seen) <= set(range(j0, j1))
+    if seen and (limit.bounds is None or (limit.band_lo is None and limit.band_hi is None)):
+        assert (j0, j1) == (seen[0], seen[-1] + 1)
+
+
+@given(data=st.data(), length=st.integers(1, 60))
+@settings(deadline=None, max_examples=200)
+def test_one_document_is_said_only_of_tiles_inside_one(data, length):
+    limit = data.draw(limits(length))
+    i0, j0 = data.draw(st.integers(0, length - 1)), data.draw(st.integers(0, length - 1))
+    i1, j1 = data.draw(st.integers(i0 + 1, length)), data.draw(st.integers(j0 + 1, length))
+    said = limit.one_document(i0, i1, j0, j1)
+    if limit.bounds is None:
+        assert not said
+    else:
+        ids = torch.bucketize(torch.arange(length), torch.tensor(limit.bounds[1:]), right=True)
+        assert said == bool((ids[i0:i1, None] == ids[j0:j1]).all())
+
+
+def test_a_window_is_walked_in_narrow_tiles():
+    made = make_plan(Geometry(1, 1, 1, 16_384, 16_384), Limits(band_lo=-1023, band_hi=0))
+    assert made.tile_keys <= 1023 + plan.MAX_BLOCK_Q + 2 * plan.KEY_ALIGN
+    assert all(len(block.keys) == 1 for block in made.blocks)
+
+
+def test_causal_blocks_skip_the_keys_ahead():
+    made = make_plan(Geometry(1, 8, 2, 8192, 8192), Limits(band_hi=0))
+    tiles = sum((b.i1 - b.i0) * (j1 - j0) for b in made.blocks for j0, j1 in b.keys)
+    assert tiles < 0.6 * 8192**2

@@ -1,0 +1,395 @@
+"""Masks as objects say exactly what transformers' own dense masks say, whatever is done with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import masking_utils as hf
+
+from attnroute.integrations._transformers_carrier import CarriedMask
+from attnroute.integrations._transformers_mask import make_mask
+from attnroute.integrations._transformers_pattern import Pattern
+from attnroute.integrations._transformers_reader import read
+from attnroute.masks import Causal, Documents, KeyPadding, Window
+
+NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+
+
+@st.composite
+def sizes(draw):
+    """Draw the lengths of a prefill, of cached decoding with or without evicted keys, or of a static cache."""
+    q_length = draw(st.integers(1, 7))
+    past = draw(st.sampled_from([0, 0, 1, 5]))
+    kv_offset = draw(st.integers(0, past))
+    unused = draw(st.sampled_from([0, 0, 3]))
+    return {
+        "batch_size": draw(st.integers(1, 3)),
+        "q_length": q_length,
+        "kv_length": past - kv_offset + q_length + unused,
+        "q_offset": past,
+        "kv_offset": kv_offset,
+    }
+
+
+FUNCTIONS = {
+    "causal": lambda window: hf.causal_mask_function,
+    "window": hf.sliding_window_causal_mask_function,
+    "two-sided window": hf.sliding_window_bidirectional_mask_function,
+    "bidirectional": lambda window: hf.bidirectional_mask_function,
+    "nested": lambda window: hf.and_masks(hf.causal_mask_function, hf.sliding_window_causal_mask_function(window)),
+}
+
+
+@st.composite
+def paddings(draw, size):
+    """Draw no padding mask, padding on either side or anywhere, sometimes shorter than the keys."""
+    total = size["kv_offset"] + size["kv_length"]
+    kind = draw(st.sampled_from(["none", "full", "left", "right", "random"]))
+    if kind == "none":
+        return None
+    length = draw(st.sampled_from([total, size["q_offset"] + size["q_length"]]))
+    place = torch.arange(length)[None]
+    counts = torch.tensor([draw(st.integers(0, length)) for _ in range(size["batch_size"])])[:, None]
+    if kind == "random":
+        return torch.rand(size["batch_size"], length, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < 0.7
+    return {"full": place >= 0 * counts, "left": place >= counts, "right": place < counts}[kind]
+
+
+def materialized(mask, size):
+    """Return what the mask object and the range of keys say, as a dense mask."""
+    pattern = mask.pattern
+    start, stop = pattern.keys
+    whole = torch.zeros(size["batch_size"], 1, size["q_length"], size["kv_length"], dtype=torch.bool)
+    whole[..., start:stop] = pattern.mask.materialize(size["q_length"], stop - start, batch=size["batch_size"])
+    return whole
+
+
+@given(data=st.data())
+def test_objects_say_what_dense_masks_say(data):
+    size = data.draw(sizes())
+    name = data.draw(st.sampled_from(sorted(FUNCTIONS)))
+    function = FUNCTIONS[name](data.draw(st.integers(1, 9)))
+    padding = data.draw(paddings(size))
+    static = data.draw(st.booleans()) and size["q_length"] > 1
+    offset = torch.tensor(size["q_offset"]) if static else size["q_offset"]
+
+    mask = make_mask(**{**size, "q_offset": offset}, mask_function=function, attention_mask=padding)
+    expected = hf.sdpa_mask(**size, mask_function=function, attention_mask=padding, **NO_SKIP)
+
+    assert isinstance(mask, CarriedMask)
+    assert torch.equal(mask.dense(), expected)
+    assert torch.equal(materialized(mask, size), expected)
+
+
+def packed_function(positions, inner=hf.causal_mask_function):
+    """Return the mask function that transformers builds for packed documents."""
+    ids = hf.find_packed_sequence_indices(positions)
+    remapped = hf.remap_positions_for_packed_sequence(inner, positions)
+    return hf.and_masks(remapped, hf.packed_sequence_mask_function(ids))
+
+
+@given(data=st.data())
+def test_packed_documents_say_what_dense_masks_say(data):
+    rows = []
+    for _ in range(data.draw(st.integers(1, 2))):
+        lengths = data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=4))
+        row = torch.cat([torch.arange(n) + data.draw(st.sampled_from([0, 0, 3])) for n in lengths])
+        rows.append(torch.nn.functional.pad(row, (0, 24 - len(row)), value=0))
+    positions = torch.stack(rows)
+    inner = data.draw(st.sampled_from([hf.causal_mask_function, hf.sliding_window_causal_mask_function(3)]))
+    size = {"batch_size": len(rows), "q_length": 24, "kv_length": 24}
+    function = packed_function(positions, inner)
+
+    mask = make_mask(**size, mask_function=function)
+    expected = hf.sdpa_mask(**size, mask_function=function, **NO_SKIP)
+
+    assert isinstance(mask, CarriedMask)
+    assert torch.equal(mask.dense(), expected)
+    assert torch.equal(materialized(mask, size), expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "function", "padding", "mask", "keys"),
+    [
+        ((1, 4, 4, 0, 0), hf.causal_mask_function, None, "Causal(alignment='top_left')", (0, 4)),
+        ((1, 2, 6, 4, 0), hf.causal_mask_function, None, "Causal(alignment='bottom_right')", (0, 6)),
+        ((1, 4, 9, 0, 0), hf.causal_mask_function, None, "Causal(alignment='top_left')", (0, 4)),
+        ((1, 4, 9, 2, 0), hf.causal_mask_function, None, "Causal(alignment='bottom_right')", (0, 6)),
+        (
+            (1, 2, 5, 7, 4),
+            hf.sliding_window_causal_mask_function(3),
+            None,
+            "Window(left=2, right=0, alignment='bottom_right')",
+            (1, 5),
+        ),
+        (
+            (1, 4, 4, 0, 0),
+            hf.sliding_window_bidirectional_mask_function(2),
+            None,
+            "Window(left=2, right=2, alignment='top_left')",
+            (0, 4),
+        ),
+        ((1, 4, 6, 2, 0), hf.causal_mask_function, [True] * 6, "Causal(alignment='bottom_right')", (0, 6)),
+        ((1, 4, 9, 0, 0), hf.causal_mask_function, [True] * 4, "Causal(alignment='top_left')", (0, 4)),
+    ],
+)
+def test_expected_objects(size, function, padding, mask, keys):
+    padding = None if padding is None else torch.tensor([padding])
+    pattern = make_mask(*size, mask_function=function, attention_mask=padding).pattern
+    assert (repr(pattern.mask), pattern.keys) == (mask, keys)
+
+
+def test_padding_is_a_node():
+    padding = torch.tensor([[False, True, True], [True, True, True]])
+    causal, keep = make_mask(2, 3, 3, attention_mask=padding).pattern.mask.nodes
+    assert isinstance(causal, Causal)
+    assert isinstance(keep, KeyPadding)
+    assert torch.equal(keep.keep, padding)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_documents_are_a_node(rows):
+    positions = torch.tensor([[0, 1, 0, 1, 2, 0]]).expand(rows, -1)
+    _, documents = make_mask(rows, 6, 6, mask_function=packed_function(positions)).pattern.mask.nodes
+    assert isinstance(documents, Documents)
+    if rows == 1:
+        assert documents.cu_seqlens.tolist() == [0, 2, 5, 6]
+    else:
+        assert documents.ids.tolist() == [[0, 0, 1, 1, 1, 2]] * 2
+
+
+def test_one_document_is_no_document():
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    function = hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(ids))
+    assert make_mask(1, 4, 4, mask_function=function).pattern.mask == Causal()
+
+
+def same_as_causal(batch, head, query, key):
+    return key <= query
+
+
+BLOCKS = torch.tensor([[-1, 0, 0, -1, 1, 1]])
+POSITIONS = torch.tensor([[0, 1, 0, 1, 2, 3]])
+JUMP = torch.tensor([[0, 0, 0, 1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(BLOCKS)),
+        hf.chunked_causal_mask_function(2, torch.zeros(1, dtype=torch.int64)),
+        hf.and_masks(hf.causal_mask_function, same_as_causal),
+        same_as_causal,
+        hf.add_offsets_to_mask_function(hf.causal_mask_function, 1, 0),
+        # Positions that restart inside a document: a band in positions is none in places.
+        hf.and_masks(
+            hf.remap_positions_for_packed_sequence(hf.causal_mask_function, POSITIONS),
+            hf.packed_sequence_mask_function(JUMP),
+        ),
+        # Positions without documents.
+        hf.remap_positions_for_packed_sequence(hf.causal_mask_function, POSITIONS),
+        hf.sliding_window_causal_mask_function(torch.tensor(2)),
+    ],
+    ids=["blocks", "chunks", "unknown part", "lookalike", "offsets", "restart", "no documents", "tensor window"],
+)
+def test_what_is_not_known_for_certain_stays_dense(function):
+    size = {"batch_size": 1, "q_length": 6, "kv_length": 6}
+    mask = make_mask(**size, mask_function=function, allow_is_causal_skip=True)
+    assert type(mask) is torch.Tensor
+    assert torch.equal(mask, hf.sdpa_mask(**size, mask_function=function, **NO_SKIP))
+
+
+def test_documents_that_come_again_are_read_by_ids():
+    ids = torch.tensor([[0, 0, 1, 0, 1, 1]])
+    function = hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(ids))
+    mask = make_mask(1, 6, 6, mask_function=function)
+    assert mask.pattern.cu_seqlens is None
+    assert torch.equal(mask.dense(), hf.sdpa_mask(1, 6, 6, mask_function=function, **NO_SKIP))
+
+
+def test_single_tokens_of_a_static_cache_stay_dense():
+    mask = make_mask(1, 1, 8, torch.tensor(3))
+    assert type(mask) is torch.Tensor
+    assert mask.tolist() == [[[[True] * 4 + [False] * 4]]]
+
+
+def test_a_builder_that_changed_its_meaning_is_not_read(monkeypatch):
+    def inclusive(sliding_window):
+        def inner_mask(batch_idx, head_idx, q_idx, kv_idx):
+            return kv_idx >= q_idx - sliding_window
+
+        return inner_mask
+
+    monkeypatch.setattr(hf, "sliding_window_overlay", inclusive)
+    from attnroute.integrations import _transformers_reader as reader
+
+    reader._known.cache_clear()
+    try:
+        assert read(inclusive(3)) is None
+        assert read(hf.causal_mask_function).right == 0
+    finally:
+        reader._known.cache_clear()
+
+
+def test_none_only_for_nothing_masked():
+    bidirectional = {"mask_function": hf.bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+    full, padded = torch.ones(2, 4, dtype=torch.bool), torch.tensor([[True] * 4, [True, True, False, False]])
+    assert make_mask(2, 4, 4, attention_mask=full, **bidirectional) is None
+    assert torch.equal(make_mask(2, 4, 4, attention_mask=padded, **bidirectional).dense()[:, 0, 0], padded)
+    assert make_mask(2, 1, 4, q_offset=3, allow_is_causal_skip=True) is not None
+
+
+def causal(q_length=4, kv_length=6):
+    """Return a carried mask of cached decoding with one padded row."""
+    keep = torch.ones(2, kv_length, dtype=torch.bool)
+    keep[1, 0] = False
+    return make_mask(2, q_length, kv_length, kv_length - q_length, attention_mask=keep)
+
+
+def test_a_carried_mask_looks_like_the_dense_one():
+    mask = causal()
+    assert (mask.shape, mask.ndim, mask.dim(), len(mask)) == ((2, 1, 4, 6), 4, 4, 2)
+    assert (mask.size(-1), mask.numel(), mask.dtype, mask.device.type) == (6, 48, torch.bool, "cpu")
+    assert not mask.is_floating_point()
+    assert mask.untyped_storage().nbytes() == 48  # Asked for its memory, it is the dense mask.
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None), slice(None), slice(-1, None)),
+        (slice(None), slice(None), slice(1, 3), slice(None)),
+        (slice(None), slice(None), slice(None), slice(None, 5)),
+        (slice(None), slice(None), slice(1, None), slice(2, 6)),
+        slice(None),
+    ],
+)
+def test_blocks_stay_objects(index):
+    mask = causal()
+    expected = causal().dense()[index]
+    block = mask[index]
+    size = dict(zip(("batch_size", "_", "q_length", "kv_length"), expected.shape, strict=True))
+    assert isinstance(block, CarriedMask)
+    assert torch.equal(materialized(block, size), expected)
+    assert torch.equal(block.dense(), expected)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None), 0),
+        (slice(0, 1),),
+        (slice(None), slice(None), slice(None, None, 2)),
+        (slice(None), slice(None), slice(4, None)),
+        (Ellipsis, slice(0, 2)),
+        torch.tensor([1]),
+        None,
+    ],
+)
+def test_other_indices_give_plain_tensors(index):
+    part = causal()[index]
+    assert type(part) is torch.Tensor
+    assert torch.equal(part, causal().dense()[index])
+
+
+def test_documents_are_not_cut():
+    mask = make_mask(1, 6, 6, mask_function=packed_function(torch.tensor([[0, 1, 0, 1, 2, 0]])))
+    assert type(mask[:, :, -2:]) is torch.Tensor
+    assert isinstance(mask[:, :, :6], CarriedMask)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda mask: mask & True,
+        lambda mask: torch.cat([mask, mask], -1),
+        lambda mask: torch.where(mask, 0.0, -1.0),
+        lambda mask: mask.to(torch.float32),
+        lambda mask: mask.expand(2, 4, -1, -1),
+        lambda mask: torch.nn.functional.pad(mask, (0, 2)),
+    ],
+    ids=["and", "cat", "where", "float", "expand", "pad"],
+)
+def test_arithmetic_works_on_the_dense_mask(operation):
+    result = operation(causal())
+    assert type(result) is torch.Tensor
+    assert torch.equal(result, operation(causal().dense()))
+
+
+@pytest.mark.parametrize(
+    "keeps",
+    [lambda mask: mask.contiguous(), lambda mask: mask.to("cpu"), lambda mask: mask.clone(), lambda mask: mask.detach()],
+    ids=["contiguous", "to", "clone", "detach"],
+)
+def test_moving_and_copying_keeps_the_object(keeps):
+    mask = causal()
+    assert keeps(mask).pattern is mask.pattern
+
+
+def test_moving_to_another_device_keeps_the_object():
+    moved = causal().to("meta", non_blocking=True)
+    assert isinstance(moved, CarriedMask)
+    assert (moved.device.type, moved.pattern.kv_length) == ("meta", 6)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda mask: mask.fill_(True),
+        lambda mask: mask.__setitem__((..., 0), True),
+        lambda mask: mask[:, :, 1:3].masked_fill_(torch.tensor(True), True),
+        lambda mask: mask.transpose(2, 3)[1].logical_not_(),
+        lambda mask: torch.logical_not(mask, out=mask),
+    ],
+    ids=["all", "item", "block", "view", "out"],
+)
+def test_what_is_written_into_a_mask_counts(write, inference):
+    with torch.inference_mode(inference):
+        mask, expected = causal(), causal().dense()
+        block = mask[:, :, -2:]
+        write(mask)
+        write(expected)
+        assert mask.pattern is None
+        assert block.pattern is None
+        assert torch.equal(mask.dense(), expected)
+        assert torch.equal(block.dense(), expected[:, :, -2:])
+
+
+def test_a_copy_is_written_to_alone():
+    mask = causal()
+    mask.clone().fill_(True)
+    assert mask.pattern is not None
+    assert torch.equal(mask.dense(), causal().dense())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "window", "left"),
+    [
+        (Pattern(1, 6, 6, right=0), 3, 2),
+        (Pattern(1, 6, 6, right=0), 6, None),
+        (Pattern(1, 1, 9, 8, right=0), 9, None),
+        (Pattern(1, 1, 9, 8, right=0), 8, 7),
+        (Pattern(1, 6, 6, left=4, right=0), 3, 4),
+    ],
+)
+def test_a_module_states_a_window(pattern, window, left):
+    stated = pattern.with_window(window)
+    assert stated.left == left
+    assert stated is pattern.with_window(window)
+
+
+def test_queries_before_every_key_have_no_object():
+    pattern = Pattern(1, 2, 3, offset=-2, left=4, right=0)
+    assert pattern.mask is None
+    assert pattern.dense(None).any().item() is False
+
+
+def test_windows_to_both_sides_of_shifted_queries():
+    pattern = Pattern(1, 2, 8, offset=3, left=1, right=1)
+    start, stop = pattern.keys
+    assert (start, stop) == (2, 6)
+    assert isinstance(pattern.mask, Window)
+    assert torch.equal(pattern.mask.materialize(2, 4), pattern.dense(None)[..., start:stop])

@@ -1,0 +1,148 @@
+"""The layout of explanations, exceptions and warnings."""
+
+from __future__ import annotations
+
+import pytest
+from report_examples import CALL, GIB, decision, finding, verdict
+
+from attnroute.engine.decision import Hint
+from attnroute.engine.stock import Stock
+from attnroute.line import parse, render
+from attnroute.policy import Policy
+from attnroute.report.layout import WIDTH
+from attnroute.report.text import render_decision, render_failure, render_others, render_quadratic
+
+REQUIRES = "requires head_dim_qk <=64; got head_dim_qk = 128"
+LIFTED = finding(rule="any/beta/equal-heads", repaired_by="expand_kv", because="")
+
+
+def test_an_explanation_has_every_part_in_its_place() -> None:
+    given = decision(
+        verdict("alpha"),
+        verdict("beta", "eligible", LIFTED, repairs=("expand_kv",), extra_bytes=GIB),
+        order=("beta", "alpha"),
+        policy=Policy(prefer=("beta",), origin={"prefer": "attention()"}),
+        stock=Stock(backend="alpha"),
+        hints=(Hint(kind="dropout", change="dropout_p = 0", selects="alpha"),),
+    )
+    assert render_decision(given).splitlines() == [
+        "selected   beta, preferred by attention()",
+        f"call       {CALL}",
+        "host       sm_90, some card, torch 2.11.0, cudnn 9.19.0, triton 3.5",
+        "wish       prefer beta (attention())",
+        "order      beta, alpha (as declared; their times are unmeasured)",
+        "",
+        "beta       selected, after expand_kv (1 GiB more)",
+        f"           - {REQUIRES} [any/beta/equal-heads], lifted by expand_kv",
+        "alpha      eligible",
+        "",
+        "stock      would run alpha",
+        "hint       dropout_p = 0 would select alpha",
+    ]
+
+
+def test_str_of_a_decision_is_the_explanation() -> None:
+    given = decision(verdict("alpha"), order=("alpha",))
+    assert str(given) == render_decision(given)
+
+
+def test_predicted_times_are_not_called_unmeasured() -> None:
+    given = decision(verdict("alpha", predicted_ms=2.0), verdict("beta"), order=("alpha", "beta"))
+    assert "order      alpha, beta\n" in render_decision(given)
+
+
+def test_lines_are_wrapped_but_for_the_call() -> None:
+    lengths = ",".join(["128"] * 64)
+    long = finding(because="a reason of many words " * 20)
+    line = f"bf16 b64 hq1 hkv1 sq128 skv128 d64 keys={lengths}"
+    text = render_decision(decision(verdict("alpha", "rejected", long), line=line))
+    assert f"\ncall       {line}\n" in text
+    assert all(len(row) <= WIDTH for row in text.splitlines() if line not in row)
+    assert text.startswith("selected   none, because no backend may run this call\n")
+
+
+def test_a_failure_of_a_required_backend_says_its_reasons_and_what_could_run() -> None:
+    given = decision(
+        verdict("alpha", "rejected", finding(), finding(rule="any/alpha/other", because="")),
+        verdict("beta", excluded="not_required", origin="attention()"),
+        verdict(
+            "gamma",
+            "rejected",
+            finding(rule="any/gamma/other"),
+            excluded="not_required",
+            origin="attention()",
+        ),
+        verdict("math", excluded="not_required", origin="attention()", score_bytes=GIB),
+        policy=Policy(require="alpha", origin={"require": "attention()"}),
+    )
+    text = render_failure(given)
+    assert text.startswith(
+        f"alpha is required by attention() and may not run this call: {CALL}\non sm_90, some card"
+    )
+    assert "[sm_90/alpha/head-dim-range]" in text
+    assert "[any/alpha/other]" in text
+    assert "gamma" not in text
+    assert text.endswith("\n\nhint       without attention(), beta could run it")
+
+
+def test_a_failure_names_the_slow_tier_only_where_nothing_else_is_left_and_with_its_bytes() -> None:
+    given = decision(
+        verdict("alpha", "rejected", finding()),
+        verdict("math", excluded="strict", origin="ATTNROUTE_STRICT=1", score_bytes=3 * GIB),
+        policy=Policy(strict=True, origin={"strict": "ATTNROUTE_STRICT=1"}),
+    )
+    text = render_failure(given)
+    assert text.startswith(f"no backend may run this call: {CALL}\n")
+    assert "math       eligible, 3 GiB of scores, kept out by strict, set by ATTNROUTE_STRICT=1" in text
+    assert text.endswith("hint       without ATTNROUTE_STRICT=1, math (3 GiB of scores) could run it")
+
+
+def test_a_failure_without_an_alternative_offers_none() -> None:
+    text = render_failure(decision(verdict("alpha", "rejected", finding())))
+    assert "hint" not in text
+    assert "alpha      rejected" in text
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (
+            (
+                verdict("alpha", "rejected", finding(because=""), finding()),
+                verdict("beta", "rejected", finding(because="")),
+            ),
+            f"beta would not, and is rejected: {REQUIRES} [sm_90/alpha/head-dim-range]",
+        ),
+        (
+            (verdict("alpha", excluded="banned", origin="ATTNROUTE_BACKENDS=-alpha"),),
+            "alpha would not, and is banned by ATTNROUTE_BACKENDS=-alpha",
+        ),
+        (
+            (verdict("alpha", "unavailable", missing=("flash-attn-4",)),),
+            "alpha would not, and is unavailable: needs flash-attn-4",
+        ),
+        ((verdict("alpha"),), "alpha would not, and is put behind it by the order"),
+        ((), "no other backend is known"),
+    ],
+)
+def test_the_warning_names_backend_bytes_call_and_what_would_avoid_it(others, said) -> None:
+    given = decision(*others, verdict("math", score_bytes=45 * GIB), order=("math",))
+    assert render_quadratic(given) == f"math holds 45 GiB of scores for {CALL}; {said}."
+
+
+def test_the_others_are_said_with_what_keeps_them_away_only() -> None:
+    given = decision(
+        verdict("alpha"),
+        verdict("beta", "rejected", LIFTED, finding(rule="any/beta/blocks", because="")),
+        order=("alpha",),
+    )
+    assert render_others(given).splitlines() == [
+        "beta       rejected",
+        f"           - {REQUIRES} [any/beta/blocks]",
+    ]
+
+
+def test_the_call_of_an_explanation_can_be_pasted_back() -> None:
+    text = render_decision(decision(verdict("alpha"), order=("alpha",)))
+    (line,) = (row.removeprefix("call").strip() for row in text.splitlines() if row.startswith("call"))
+    assert render(parse(line)) == CALL

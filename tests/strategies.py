@@ -1,0 +1,197 @@
+"""Strategies shared by the property tests: any valid call, any host that the tables describe."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from attnroute.call import (
+    AlibiBias,
+    Call,
+    CausalNode,
+    Context,
+    DenseBias,
+    DenseNode,
+    DocumentsNode,
+    FunctionBias,
+    FunctionNode,
+    KeyPaddingNode,
+    PrefixNode,
+    Strides,
+    WindowNode,
+)
+from attnroute.host import Host
+from attnroute.tables.load import load
+from attnroute.vocabulary import DTYPES
+
+LENGTHS = (0, 1, 2, 3, 7, 64, 100, 127, 128, 192, 1000, 4096, 100_000)
+HEAD_DIMS = (1, 4, 8, 20, 64, 72, 128, 192, 256, 320, 512)
+TORCHES = ("2.5.1", "2.7.1+cu126", "2.9.0+cu128", "2.11.0+cu130", "2.13.0+cpu", "2.14.0a0", "2.15.0.dev20260922", "3.0")
+ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
+EMPTY_ROWS = st.sampled_from(["none", "some", "unknown"])
+TRUE_MOSTLY = st.sampled_from([True, True, True, False])
+FALSE_MOSTLY = st.sampled_from([False, False, False, True])
+
+
+@st.composite
+def calls(draw):
+    """Draw any valid call. Sizes are those that rows speak about, so that both sides of a row come up."""
+    heads_kv = draw(st.sampled_from([0, 1, 2, 8, 40_000]))
+    seqlen_q = draw(st.sampled_from(LENGTHS))
+    sizes = {
+        "batch": draw(st.sampled_from([0, 1, 2, 3, 70_000])),
+        "num_heads_q": heads_kv * draw(st.sampled_from([1, 1, 4])),
+        "num_heads_kv": heads_kv,
+        "seqlen_q": seqlen_q,
+        "seqlen_kv": draw(st.sampled_from([seqlen_q, *LENGTHS])),
+        "head_dim_qk": draw(st.sampled_from(HEAD_DIMS)),
+    }
+    sizes["head_dim_v"] = draw(st.sampled_from([sizes["head_dim_qk"], *HEAD_DIMS]))
+    nodes = st.lists(mask_nodes(sizes["batch"], seqlen_q, sizes["seqlen_kv"]), max_size=3)
+    return Call(
+        dtype=draw(st.sampled_from(["bfloat16", "float16", *DTYPES])),
+        **sizes,
+        layout=draw(st.sampled_from(["bhsd", "bhsd", "bshd", "thd"])),
+        phase=draw(st.sampled_from(["inference", "training"])),
+        mask=tuple(draw(nodes)),
+        bias=draw(st.none() | biases(seqlen_q, sizes["seqlen_kv"])),
+        scale=draw(st.sampled_from(["positive", "positive", "zero", "negative"])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 30.0])),
+        sink=draw(FALSE_MOSTLY),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1, 0.25])),
+        deterministic=draw(FALSE_MOSTLY),
+        return_lse=draw(FALSE_MOSTLY),
+        qkv_requires_grad=draw(st.none() | st.booleans()),
+        strides=draw(strides()),
+        context=draw(contexts()),
+    )
+
+
+def mask_nodes(batch, seqlen_q, seqlen_kv):
+    """Return any node that can be read at these sizes."""
+    counts = st.none() | st.lists(st.integers(0, seqlen_kv), min_size=batch % 70_000, max_size=batch % 70_000)
+    tensor = {
+        "shape": st.sampled_from([(seqlen_q, seqlen_kv), (batch, 1, 1, seqlen_kv), (1, 1, seqlen_q, seqlen_kv), (1,)]),
+        "requires_grad": FALSE_MOSTLY,
+        "last_dim_contiguous": TRUE_MOSTLY,
+        "aligned": TRUE_MOSTLY,
+        "empty_rows": EMPTY_ROWS,
+    }
+    recognized = st.none() | st.lists(st.builds(CausalNode, alignment=ALIGNMENTS), max_size=1).map(tuple)
+    beside = st.none() | st.integers(0, seqlen_kv + 2)
+    return st.one_of(
+        st.builds(CausalNode, alignment=ALIGNMENTS),
+        st.builds(WindowNode, left=beside, right=beside, alignment=ALIGNMENTS),
+        st.builds(DocumentsNode, lengths=_cut(seqlen_kv), contiguous=TRUE_MOSTLY),
+        st.builds(KeyPaddingNode, lengths=counts, side=st.sampled_from(["right", "left", "any"])),
+        st.builds(PrefixNode, lengths=counts),
+        st.builds(DenseNode, **tensor, recognized=recognized),
+        st.builds(FunctionNode, block_mask_shape=st.sampled_from([None, (seqlen_q, seqlen_kv)])),
+    )
+
+
+def _cut(seqlen):
+    """Return None, or the length cut into up to three documents, empty ones among them."""
+    cuts = st.lists(st.integers(0, seqlen), max_size=2).map(sorted)
+    lengths = cuts.map(lambda ends: tuple(b - a for a, b in zip([0, *ends], [*ends, seqlen], strict=True)))
+    return st.none() | lengths
+
+
+def biases(seqlen_q, seqlen_kv):
+    """Return any bias that can be read at these lengths."""
+    dense = st.builds(
+        DenseBias,
+        dtype=st.sampled_from(DTYPES),
+        shape=st.sampled_from([(seqlen_q, seqlen_kv), (1, 1, 1, seqlen_kv), ()]),
+        requires_grad=st.booleans(),
+        last_dim_contiguous=TRUE_MOSTLY,
+        aligned=TRUE_MOSTLY,
+        empty_rows=EMPTY_ROWS,
+    )
+    return st.one_of(dense, st.builds(AlibiBias), st.builds(FunctionBias))
+
+
+def strides():
+    """Return any way in which query, key and value can lie in memory."""
+    return st.builds(
+        Strides,
+        last_dim_contiguous=TRUE_MOSTLY,
+        packed=TRUE_MOSTLY,
+        aligned_16=TRUE_MOSTLY,
+        kv_heads_expanded=FALSE_MOSTLY,
+    )
+
+
+def contexts():
+    """Return any surroundings of a call, mostly none."""
+    return st.builds(
+        Context,
+        compiled=FALSE_MOSTLY,
+        cuda_graph=FALSE_MOSTLY,
+        dynamic=st.lists(st.sampled_from(["batch", "seqlen_q", "seqlen_kv"]), max_size=2, unique=True).map(tuple),
+        transform=st.sampled_from([None, None, None, "double_backward", "forward_ad", "vmap", "export"]),
+        distributed=st.sampled_from([None, None, None, "dtensor", "context_parallel"]),
+    )
+
+
+@st.composite
+def hosts(draw):
+    """Draw any host whose architecture the tables describe, with versions that may be missing or strange."""
+    versions = {
+        "torch": draw(st.sampled_from([None, *TORCHES])),
+        "cuda": draw(st.sampled_from([None, "12.4", "12.8", "13.0"])),
+        "cudnn": draw(st.sampled_from([None, "8.9.7", "9.1.0.70", "9.10.2.21", "9.19.0", "9.26.0"])),
+        "flash-attn-4": draw(st.sampled_from([None, "4.0.0b11", "4.0.0b36"])),
+    }
+    return Host(
+        arch=draw(st.sampled_from(load().arch_names)),
+        device_name=draw(st.sampled_from(["", "a card"])),
+        versions={name: version for name, version in versions.items() if version is not None},
+        broken=draw(st.sampled_from([{}, {}, {}, {"cudnn": "ImportError: libcudnn.so.9"}])),
+    )
+
+
+@st.composite
+def readable_masks(draw, batch, seqlen_q, seqlen_kv):
+    """Draw a conjunction that says everything about who may attend: no tensor, no predicate, all lengths."""
+    counts = st.lists(st.integers(0, seqlen_kv), min_size=batch, max_size=batch)
+    beside = st.none() | st.integers(0, max(seqlen_q, seqlen_kv) + 1)
+    kinds = [
+        st.builds(CausalNode, alignment=ALIGNMENTS),
+        st.builds(WindowNode, left=beside, right=beside, alignment=ALIGNMENTS),
+        st.builds(KeyPaddingNode, lengths=counts, side=st.sampled_from(["right", "left"])),
+        st.builds(PrefixNode, lengths=counts),
+    ]
+    if seqlen_q == seqlen_kv:
+        kinds.append(st.builds(DocumentsNode, lengths=_cut(seqlen_kv).filter(bool), contiguous=st.just(True)))
+    return tuple(draw(st.lists(st.one_of(kinds), max_size=3)))
+
+
+def small_call(mask, batch, seqlen_q, seqlen_kv, **rest):
+    """Return a call of few heads with this mask."""
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
+    return Call(dtype="float32", num_heads_q=2, num_heads_kv=1, head_dim_qk=8, head_dim_v=8, mask=mask, **sizes, **rest)
+
+
+def allowed_of(call):
+    """Return who may attend whom by the nodes' definitions: nested lists [batch][seqlen_q][seqlen_kv] of bools."""
+    rows, columns = range(call.seqlen_q), range(call.seqlen_kv)
+    return [
+        [[all(_allows(node, call, b, i, j) for node in call.mask) for j in columns] for i in rows]
+        for b in range(call.batch)
+    ]
+
+
+def _allows(node, call, b, i, j):
+    distance = j - i
+    if getattr(node, "alignment", "") == "bottom_right":
+        distance -= call.seqlen_kv - call.seqlen_q
+    if isinstance(node, CausalNode):
+        return distance <= 0
+    if isinstance(node, WindowNode):
+        return (node.left is None or distance >= -node.left) and (node.right is None or distance <= node.right)
+    if isinstance(node, KeyPaddingNode):
+        return j < node.lengths[b] if node.side == "right" else j >= call.seqlen_kv - node.lengths[b]
+    if isinstance(node, PrefixNode):
+        return distance <= 0 or j < node.lengths[b]
+    ids = [n for n, length in enumerate(node.lengths) for _ in range(length)]
+    return ids[i] == ids[j]

@@ -1,0 +1,234 @@
+"""The shipped tables are sound, and each check fires on a copy that is broken in one place."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from pathlib import Path
+
+import pytest
+
+from attnroute.tables import lint as lint_module
+from attnroute.tables.lint import lint
+from attnroute.tables.load import Tables, load, shipped_folder
+
+TODAY = datetime.date(2026, 11, 27)
+ROW = """
+[[rule]]
+name = "{name}"
+kind = "{kind}"
+versions = {{ {versions} }}
+requires = {{ head_dim_qk = "<=100" }}
+because = "of this test"
+evidence = [{{ kind = "{evidence}", ref = "nowhere" }}]
+{more}
+"""
+
+
+def row(name="extra", kind="limit", versions="", evidence="own", more=""):
+    return ROW.format(name=name, kind=kind, versions=versions, evidence=evidence, more=more)
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A copy of the shipped tables, with the folder of measurements beside it, as in the repository."""
+    shutil.copytree(shipped_folder(), tmp_path / "tables")
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    for result in (Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"):
+        (tmp_path / "benchmarks" / "results" / result.name).touch()
+    return tmp_path / "tables"
+
+
+def append(path, text):
+    path.write_text(path.read_text(encoding="utf-8") + text, encoding="utf-8")
+
+
+def replace(path, old, new):
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+def problems(*folders, today=TODAY):
+    return lint(Tables(folders), today)
+
+
+def only(found, file, field):
+    assert len(found) == 1, found
+    assert (found[0].file, found[0].field) == (file, field)
+    return str(found[0])
+
+
+def test_shipped_tables_are_sound():
+    assert lint(load(), TODAY) == []
+
+
+def test_an_unbroken_copy_is_sound(broken):
+    assert problems(broken) == []
+
+
+def test_two_rows_of_one_name(broken):
+    append(broken / "sm_90" / "flash.toml", row() + row())
+    assert "extra: name requires a unique value" in only(problems(broken), "", "")
+
+
+def test_a_row_named_like_a_finding_of_the_engine(broken):
+    append(broken / "sm_90" / "flash.toml", row("feature-window"))
+    assert "feature-window" in only(problems(broken), "sm_90/flash.toml", "name")
+
+
+def test_two_orders_of_one_name(broken):
+    replace(broken / "sm_90" / "arch.toml", 'name = "wide-heads"', 'name = "float32"')
+    assert "stands twice" in only(problems(broken), "sm_90/arch.toml", "name")
+
+
+def test_a_feature_without_an_answer(broken):
+    path = broken / "any" / "flash.toml"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join(x for x in lines if not x.startswith("softcap =")), encoding="utf-8")
+    assert "got no answer" in only(problems(broken), "any/flash.toml", "features.softcap")
+
+
+def test_a_file_about_no_backend(broken):
+    (broken / "sm_90" / "flahs.toml").write_text(row(), encoding="utf-8")
+    assert "got flahs" in only(problems(broken), "sm_90/flahs.toml", "")
+
+
+def test_a_folder_of_no_architecture(broken):
+    (broken / "sm_99").mkdir()
+    (broken / "sm_99" / "flash.toml").write_text(row(), encoding="utf-8")
+    assert "requires sm_99/arch.toml" in only(problems(broken), "sm_99/flash.toml", "")
+
+
+def test_a_shared_file_that_nobody_includes(broken):
+    (broken / "shared" / "forgotten.toml").write_text(row(), encoding="utf-8")
+    assert "got none" in only(problems(broken), "shared/forgotten.toml", "include")
+
+
+def test_an_include_that_is_not_there(broken):
+    replace(broken / "sm_90" / "flash.toml", "shared/flash_cuda", "shared/flash_cubs")
+    assert "got shared/flash_cubs" in only(problems(broken), "", "")
+
+
+def test_files_that_include_each_other(broken):
+    replace(broken / "shared" / "torch_2_7.toml", "shared/cuda_12_8", "sm_100/flash")
+    assert "requires files that do not include it" in only(problems(broken), "", "")
+
+
+def test_a_measurement_without_a_data_file(broken):
+    append(broken / "sm_90" / "flash.toml", row(evidence="measured"))
+    assert "benchmarks/results/nowhere.json" in only(problems(broken), "sm_90/flash.toml", "evidence.ref")
+
+
+def test_a_feature_measured_nowhere(broken):
+    replace(broken / "any" / "math.toml", 'ref = "h100-torch2.11-faults"', 'ref = "nowhere"')
+    assert "features.causal" in only(problems(broken), "any/math.toml", "evidence.ref")
+
+
+def test_a_wheel_has_no_measurements_to_look_for(broken):
+    shutil.rmtree(broken.parent / "benchmarks")
+    append(broken / "sm_90" / "flash.toml", row(evidence="measured"))
+    assert problems(broken) == []
+
+
+@pytest.mark.parametrize("versions", [">=2.9, <2.8", ">2.9.0, <2.9.1", "<2.5", ">=2.16"])
+def test_a_range_without_a_known_version(broken, versions):
+    append(broken / "sm_90" / "flash.toml", row(versions=f'torch = "{versions}"'))
+    assert f"got {versions}" in only(problems(broken), "sm_90/flash.toml", "versions.torch")
+
+
+@pytest.mark.parametrize("versions", [">=2.9, <2.10", "==2.9.1", ">=2.15", "<2.6", "==2.9.*"])
+def test_a_range_with_a_known_version(broken, versions):
+    append(broken / "sm_90" / "flash.toml", row(versions=f'torch = "{versions}"'))
+    assert problems(broken) == []
+
+
+def test_the_same_said_twice_of_one_version(broken):
+    first, second = row("one", versions='torch = "<2.10"'), row("two", versions='torch = ">=2.9"')
+    append(broken / "sm_90" / "flash.toml", first + second)
+    assert "sm_90/flash/one" in only(problems(broken), "sm_90/flash.toml", "versions")
+
+
+def test_the_same_said_of_neighbouring_versions(broken):
+    first, second = row("one", versions='torch = "<2.10"'), row("two", versions='torch = ">=2.10"')
+    append(broken / "sm_90" / "flash.toml", first + second)
+    assert problems(broken) == []
+
+
+def test_a_fault_whose_day_has_passed(broken):
+    append(broken / "sm_90" / "flash.toml", row(kind="crash", more="recheck_after = 2026-11-26"))
+    assert "2026-11-26" in only(problems(broken), "sm_90/flash.toml", "recheck_after")
+
+
+def test_a_fault_whose_day_is_today(broken):
+    append(broken / "sm_90" / "flash.toml", row(kind="crash", more="recheck_after = 2026-11-27"))
+    assert problems(broken) == []
+
+
+def test_an_order_that_leaves_a_backend_out(broken):
+    replace(broken / "sm_75" / "arch.toml", '"efficient", ', "")
+    assert "missing are efficient" in only(problems(broken), "sm_75/arch.toml", "order")
+
+
+def test_an_order_with_a_stranger(broken):
+    replace(broken / "sm_75" / "arch.toml", '"efficient", ', '"efficient", "fast", ')
+    assert "unknown fast" in only(problems(broken), "sm_75/arch.toml", "order")
+
+
+def test_no_order_that_always_applies(broken):
+    replace(broken / "sm_75" / "arch.toml", 'name = "default"', 'name = "default"\nphase = "training"')
+    assert "requires no condition" in only(problems(broken), "sm_75/arch.toml", "when")
+
+
+def test_a_stock_order_with_a_stranger(broken):
+    replace(broken / "any" / "stock.toml", 'order = ["flash", "math"]', 'order = ["fast", "math"]')
+    assert "got fast" in only(problems(broken), "any/stock.toml", "order")
+
+
+def test_a_stock_order_without_math(broken):
+    replace(broken / "any" / "stock.toml", 'order = ["flash", "math"]', 'order = ["flash"]')
+    assert "requires backends of the tables and math" in only(problems(broken), "any/stock.toml", "order")
+
+
+def test_a_stock_order_for_a_strange_architecture(broken):
+    replace(broken / "any" / "stock.toml", 'archs = ["cpu"]', 'archs = ["sm_99"]')
+    assert "got sm_99" in only(problems(broken), "any/stock.toml", "archs")
+
+
+def test_no_stock_order_that_always_applies(broken):
+    replace(broken / "any" / "stock.toml", 'name = "default"', 'name = "default"\narchs = ["cpu"]')
+    assert "without a condition" in only(problems(broken), "any/stock.toml", "order")
+
+
+def test_a_backend_without_an_executor(broken, monkeypatch, tmp_path):
+    modules = tmp_path / "executors"
+    shutil.copytree(lint_module.EXECUTORS, modules, ignore=shutil.ignore_patterns("__pycache__", "cudnn.py"))
+    monkeypatch.setattr(lint_module, "EXECUTORS", modules)
+    assert "attnroute/executors/cudnn.py" in only(problems(broken), "any/cudnn.toml", "")
+
+
+def test_an_executor_without_a_table(broken, monkeypatch, tmp_path):
+    modules = tmp_path / "executors"
+    shutil.copytree(lint_module.EXECUTORS, modules, ignore=shutil.ignore_patterns("__pycache__"))
+    (modules / "extra.py").write_text("\ndef run(inputs, plan):\n    ...\n", encoding="utf-8")
+    monkeypatch.setattr(lint_module, "EXECUTORS", modules)
+    assert "is required by attnroute/executors/extra.py" in only(problems(broken), "any/extra.toml", "")
+
+
+def test_inheritance_from_nowhere(broken):
+    replace(broken / "sm_121" / "arch.toml", 'inherits = "sm_120"', 'inherits = "sm_999"')
+    assert 'got "sm_999"' in str(problems(broken)[0])
+
+
+def test_inheritance_in_a_circle(broken):
+    replace(broken / "sm_120" / "arch.toml", "backends = ", 'inherits = "sm_121"\nbackends = ')
+    found = problems(broken)
+    assert {p.field for p in found} == {"inherits"}
+    assert any("sm_120 -> sm_121 -> sm_120" in str(p) for p in found)
+
+
+def test_an_overlay_is_checked_too(broken, tmp_path):
+    overlay = tmp_path / "overlay" / "sm_90"
+    overlay.mkdir(parents=True)
+    (overlay / "cudnn.toml").write_text(row(versions='torch = "<2.5"'), encoding="utf-8")
+    assert "got <2.5" in only(problems(broken, overlay.parent), "sm_90/cudnn.toml", "versions.torch")

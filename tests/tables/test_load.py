@@ -1,0 +1,268 @@
+"""Loading: which files speak about a backend on an architecture, overlays, and errors that name the place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attnroute.errors import TableError
+from attnroute.tables import load as load_module
+from attnroute.tables.load import Tables, load, shipped_folder
+
+EVIDENCE = 'evidence = [{ kind = "own", ref = "this test" }]'
+BACKEND = """
+[backend]
+title = "A backend"
+provider = "torch"
+needs = ["torch"]
+versions_known = { torch = ">=2.5" }
+operators = ["aten::mm"]
+memory = "linear"
+"""
+
+
+def rule(name, requires="head_dim_qk = 8"):
+    return f'[[rule]]\nname = "{name}"\nrequires = {{ {requires} }}\nbecause = "of this test"\n{EVIDENCE}\n'
+
+
+def feature(name, value):
+    return f'[features.{name}]\nvalue = {value}\n{EVIDENCE}\n'
+
+
+def arch(*, inherits="", backends="[]", order="default"):
+    parent = f'inherits = "{inherits}"\n' if inherits else ""
+    head = f'cards = ["a card"]\nbackends = {backends}\n{parent}{EVIDENCE}\n'
+    return f'{head}[[order]]\nname = "{order}"\norder = ["fast"]\nbecause = "of this test"\n{EVIDENCE}\n'
+
+
+def write(folder, files):
+    for name, text in files.items():
+        path = folder / f"{name}.toml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path):
+    files = {
+        "any/fast": BACKEND + feature("causal", "true") + feature("window", '"unknown"') + rule("everywhere"),
+        "any/other": BACKEND,
+        "sm_80/arch": arch(backends='["other"]'),
+        "sm_80/fast": feature("window", "false") + rule("ampere"),
+        "sm_86/arch": arch(inherits="sm_80"),
+        "sm_89/arch": arch(inherits="sm_86"),
+        "sm_89/fast": rule("ada"),
+        "sm_90/arch": arch(),
+    }
+    return write(tmp_path / "base", files)
+
+
+def ids(tables, name, backend="fast"):
+    rows = tables.rules(name, backend)
+    return None if rows is None else [row.id for row in rows]
+
+
+def test_rows_are_those_of_any_and_of_the_nearest_file(base):
+    tables = Tables((base,))
+    assert ids(tables, "sm_80") == ["any/fast/everywhere", "sm_80/fast/ampere"]
+    assert ids(tables, "sm_86") == ["any/fast/everywhere", "sm_80/fast/ampere"]
+    assert ids(tables, "sm_89") == ["any/fast/everywhere", "sm_89/fast/ada"]
+
+
+def test_a_backend_that_no_file_describes_here_has_no_rows(base):
+    tables = Tables((base,))
+    assert ids(tables, "sm_90") is None
+    assert ids(tables, "sm_90", "other") is None
+
+
+def test_a_backend_that_is_listed_has_those_of_any(base):
+    tables = Tables((base,))
+    assert ids(tables, "sm_80", "other") == []
+    assert ids(tables, "sm_89", "other") == []
+
+
+def test_the_nearest_answer_about_a_feature_holds(base):
+    tables = Tables((base,))
+    for name in ("sm_80", "sm_86"):
+        answers = tables.features(name, "fast")
+        assert (answers["causal"].answer.value, answers["causal"].id) == (True, "any/fast/feature-causal")
+        assert (answers["window"].answer.value, answers["window"].id) == (False, "sm_80/fast/feature-window")
+    assert tables.features("sm_89", "fast")["window"].answer.value == "unknown"
+
+
+def test_included_rows_keep_their_ids(base):
+    write(base, {"shared/common": rule("shared-row"), "sm_80/fast": 'include = ["shared/common"]\n' + rule("ampere")})
+    assert ids(Tables((base,)), "sm_86")[1:] == ["shared/common/shared-row", "sm_80/fast/ampere"]
+
+
+def test_an_include_of_nothing_is_refused(base):
+    write(base, {"sm_80/fast": 'include = ["shared/comon"]'})
+    with pytest.raises(TableError, match="sm_80/fast.toml: include requires an existing file; got shared/comon"):
+        Tables((base,)).rules("sm_80", "fast")
+
+
+def test_an_include_of_itself_is_refused(base):
+    write(base, {"sm_80/fast": 'include = ["shared/a"]', "shared/a": 'include = ["sm_80/fast"]'})
+    with pytest.raises(TableError, match="include requires files that do not include it"):
+        Tables((base,)).rules("sm_80", "fast")
+
+
+def test_architectures_that_inherit_each_other_are_refused(base):
+    write(base, {"sm_80/arch": arch(inherits="sm_89")})
+    with pytest.raises(TableError, match="inherits requires an end; got the circle sm_86 -> sm_80 -> sm_89 -> sm_86"):
+        Tables((base,)).rules("sm_86", "fast")
+
+
+def test_an_overlay_adds_rows_to_what_is_inherited(base, tmp_path):
+    mine = write(tmp_path / "mine", {"sm_86/fast": rule("mine"), "sm_80/fast": rule("also-mine")})
+    assert ids(Tables((base, mine)), "sm_86") == [
+        "any/fast/everywhere",
+        "sm_86/fast/mine",
+        "sm_80/fast/ampere",
+        "sm_80/fast/also-mine",
+    ]
+
+
+def test_an_overlay_replaces_the_row_of_the_same_id(base, tmp_path):
+    mine = write(tmp_path / "mine", {"sm_80/fast": rule("ampere", "head_dim_qk = 16")})
+    rows = {row.id: row for row in Tables((base, mine)).rules("sm_80", "fast")}
+    assert rows["sm_80/fast/ampere"].rule.requires == {"head_dim_qk": 16}
+    assert rows["sm_80/fast/ampere"].file == mine / "sm_80" / "fast.toml"
+    assert len(rows) == 2
+
+
+def test_an_overlay_answers_about_features(base, tmp_path):
+    mine = write(tmp_path / "mine", {"sm_80/fast": feature("window", "true")})
+    assert Tables((base, mine)).features("sm_86", "fast")["window"].answer.value is True
+
+
+def test_an_overlay_puts_its_orders_first(base, tmp_path):
+    mine = write(tmp_path / "mine", {"sm_80/arch": arch(order="mine")})
+    assert [order.name for order in Tables((base, mine)).arch("sm_80").order] == ["mine", "default"]
+
+
+def test_an_overlay_describes_a_backend_and_an_architecture_of_its_own(base, tmp_path):
+    mine = write(tmp_path / "mine", {"any/mine": BACKEND, "sm_99/arch": arch(), "sm_99/mine": rule("own")})
+    tables = Tables((base, mine))
+    assert set(tables.backends) == {"fast", "other", "mine"}
+    assert ids(tables, "sm_99", "mine") == ["sm_99/mine/own"]
+    assert ids(tables, "sm_80", "mine") is None
+
+
+def test_the_overlay_comes_over_the_shipped_tables(tmp_path):
+    mine = write(tmp_path / "mine", {"sm_90/flash": rule("mine")})
+    tables = load(mine)
+    assert tables.folders == (shipped_folder(), mine)
+    shipped = [row.id for row in load().rules("sm_90", "flash")]
+    assert [row.id for row in tables.rules("sm_90", "flash")][: len(shipped)] == shipped
+    assert "sm_90/flash/mine" in [row.id for row in tables.rules("sm_90", "flash")]
+
+
+def test_an_overlay_that_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(TableError, match="ATTNROUTE_TABLES requires a folder .* got .*nowhere"):
+        load(tmp_path / "nowhere")
+
+
+def test_every_row_is_listed_once(base):
+    write(base, {"shared/common": rule("shared-row"), "sm_80/fast": 'include = ["shared/common"]\n' + rule("ampere")})
+    assert sorted(row.id for row in Tables((base,)).all_rows()) == [
+        "any/fast/everywhere",
+        "shared/common/shared-row",
+        "sm_80/fast/ampere",
+        "sm_89/fast/ada",
+    ]
+
+
+def test_an_unknown_architecture_is_refused_with_the_nearest(base):
+    with pytest.raises(TableError, match='arch requires one of .*; got "sm_09"; did you mean "sm_90"') as raised:
+        Tables((base,)).arch("sm_09")
+    assert "sm_80, sm_86, sm_89, sm_90" in str(raised.value)
+    assert "add sm_09/arch.toml" in str(raised.value)
+
+
+def test_architectures_are_listed_as_numbers_with_the_cpu_last(base):
+    write(base, {"sm_100/arch": arch(), "cpu/arch": arch()})
+    assert Tables((base,)).arch_names == ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "cpu")
+
+
+def test_a_backend_without_its_section_is_refused(base):
+    write(base, {"any/strange": rule("alone")})
+    with pytest.raises(TableError, match=r"any/strange\.toml requires a \[backend\] section"):
+        _ = Tables((base,)).backends
+
+
+def test_a_name_that_stands_twice_in_a_file_is_refused(base):
+    write(base, {"sm_80/fast": rule("ampere") + rule("ampere")})
+    with pytest.raises(TableError, match="rule ampere: name requires a unique value"):
+        Tables((base,)).rules("sm_80", "fast")
+
+
+def test_stock_orders_of_an_overlay_come_first(base, tmp_path):
+    def stock(name):
+        return f'[[order]]\nname = "{name}"\norder = ["fast"]\n{EVIDENCE}\n'
+
+    write(base, {"any/stock": stock("shipped")})
+    mine = write(tmp_path / "mine", {"any/stock": stock("mine")})
+    tables = Tables((base, mine))
+    assert [order.name for order in tables.stock] == ["mine", "shipped"]
+    assert set(tables.backends) == {"fast", "other"}
+
+
+MALFORMED = {
+    "no toml": ("[[rule", "requires TOML"),
+    "a key too many": (rule("odd") + "speed = 3\n", r"rule odd: speed: Extra inputs are not permitted; got 3"),
+    "an unknown field": (rule("odd", "head_dims = 8"), r'rule odd: requires.*: .*got "head_dims"; did you mean'),
+    "a malformed term": (rule("odd", 'head_dim_qk = "8"'), r'rule odd: requires.*terms like .*; got "8"'),
+    "a word that cannot be": (rule("odd", 'dtype = ["fp16"]'), "rule odd: requires.*dtype requires"),
+    "an order of words": (rule("odd", 'alignment = ">=none"'), "rule odd: requires.*alignment requires"),
+    "a range of no version": (
+        rule("odd") + 'versions = { torch = "2.9" }\n',
+        r'rule odd: versions: .*PEP 440 terms.*got "2\.9"',
+    ),
+    "no evidence": (rule("odd").replace(EVIDENCE, ""), "rule odd: evidence: Field required"),
+    "empty evidence": (rule("odd").replace(EVIDENCE, "evidence = []"), "rule odd: evidence"),
+    "an unknown repair": (rule("odd") + 'repair = "hope"\n', "rule odd: repair: .*got 'hope'"),
+    "a fault that never expires": (rule("odd") + 'kind = "crash"\n', r'rule "odd" requires recheck_after'),
+    "an unknown feature": (feature("speed", "true"), "features.*speed"),
+    "a name with capitals": (rule("Odd"), "rule Odd: name"),
+    "a row without a name": ('[[rule]]\nrequires = "never"\n', "rule number 1: name: Field required"),
+    "rule as a table": ('[rule]\nname = "odd"\n', "rule: Input should be a valid list"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_file_names_itself_the_rule_and_the_field(base, text, said):
+    write(base, {"sm_80/fast": text})
+    with pytest.raises(TableError, match=said) as raised:
+        Tables((base,)).rules("sm_80", "fast")
+    assert str(raised.value).startswith(("sm_80/fast.toml: ", str(base / "sm_80" / "fast.toml")))
+
+
+def test_a_file_in_another_encoding_is_refused(base):
+    (base / "sm_80" / "fast.toml").write_bytes(b"# caf\xe9\n")
+    with pytest.raises(TableError, match=r"fast\.toml: requires TOML"):
+        Tables((base,)).rules("sm_80", "fast")
+
+
+def test_several_problems_are_counted(base):
+    write(base, {"sm_80/fast": rule("odd") + "speed = 3\nwidth = 4\n"})
+    with pytest.raises(TableError, match=r"\(and 1 more\)"):
+        Tables((base,)).rules("sm_80", "fast")
+
+
+def test_an_installation_without_tables_says_so(monkeypatch):
+    monkeypatch.setattr(load_module, "_PACKAGED", Path("/nowhere/packaged"))
+    monkeypatch.setattr(load_module, "_SIBLING", Path("/nowhere/sibling"))
+    with pytest.raises(TableError, match="requires its capability tables at .*; got neither; reinstall it"):
+        shipped_folder()
+
+
+def test_packaged_tables_come_before_a_sibling_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(load_module, "_PACKAGED", tmp_path)
+    assert shipped_folder() == tmp_path
+
+
+def test_tables_are_read_once():
+    assert load() is load()
