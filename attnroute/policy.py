@@ -6,6 +6,7 @@ another. A ban holds against all.
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -45,9 +46,25 @@ class Policy(BaseModel):
     transform: str | None = None
     origin: dict[str, str] = Field(default_factory=dict)
 
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """The settings that change a decision, as one hashable value made once."""
+        return (
+            self.require,
+            self.prefer,
+            self.allow,
+            self.ban,
+            self.strict,
+            self.allow_unknown,
+            self.recognize,
+            self.quadratic_limit_bytes,
+            self.tables,
+            self.transform,
+        )
+
     def __hash__(self) -> int:
         """Hash by the settings that change a decision."""
-        return hash((self.require, self.prefer, self.allow, self.ban, self.strict, self.allow_unknown, self.transform))
+        return hash(self.key)
 
     def origin_of(self, setting: str) -> str:
         """Return who set something, "the default" when nobody did."""
@@ -59,9 +76,14 @@ def merge(below: Policy, above: Policy) -> Policy:
     stated = above.model_fields_set - {"origin", "ban"}
     changes = {name: getattr(above, name) for name in stated}
     changes["ban"] = tuple(dict.fromkeys((*below.ban, *above.ban)))
-    changes["origin"] = {**below.origin, **above.origin}
+    bans = dict.fromkeys(p.origin["ban"] for p in (below, above) if "ban" in p.origin)
+    changes["origin"] = {**below.origin, **above.origin, **({"ban": " and ".join(bans)} if bans else {})}
     if "require" in stated and above.require is not None:
         # Who requires a backend here and now is not bound by an order given further away.
         changes.setdefault("allow", None)
         changes.setdefault("prefer", ())
-    return below.model_copy(update=changes)
+    elif below.require is not None and above.allow is not None and below.require not in above.allow:
+        changes["require"] = None
+    # A copy would take the remembered key of the policy below along.
+    kept = {name: getattr(below, name) for name in Policy.model_fields}
+    return Policy.model_validate({**kept, **changes})

@@ -40,7 +40,9 @@ def ran(backend):
     spy = Spy()
     with spy:
         yield spy
-    assert spy.backends == {backend}, f"{backend} was named, {sorted(spy.backends)} ran: {sorted(set(spy.seen))}"
+    assert spy.backends == {backend}, (
+        f"{backend} was named, {sorted(spy.backends)} ran: {sorted(set(spy.seen))}"
+    )
 
 
 def operators_of(function):

@@ -100,26 +100,30 @@ def attention(
         NoBackendError: Nothing may run the call as asked; the message holds every reason.
         OverrideError: `backend`, `prefer` or an environment variable names something unknown.
     """
-    refuse_layout_arguments(
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv
-    )
+    if not (cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is None):
+        refuse_layout_arguments(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+        )
     args = collect(
         query,
         key,
         value,
-        mask=mask,
-        bias=bias,
-        deterministic=deterministic,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        layout=layout,
-        return_lse=return_lse,
+        mask,
+        bias,
+        is_causal,
+        causal_alignment,
+        window,
+        scale,
+        softcap,
+        sink,
+        alibi_slopes,
+        dropout_p,
+        layout,
+        deterministic,
+        return_lse,
     )
     policy = current() if backend is None and prefer is None else _call_policy(backend, prefer)
     where = route_key(args, policy)
@@ -165,7 +169,7 @@ def explain(
         raise TypeError(msg)
     refuse_layout_arguments(**{name: arguments.pop(name, None) for name in _THD})
     filled = {"bias": None, "deterministic": None, **_DEFAULTS, **arguments}
-    args = collect(query, key, value, mask=mask, **filled)
+    args = collect(query, key, value, mask, **filled)
     policy = current() if backend is None and prefer is None else _call_policy(backend, prefer)
     return routes.decision_of(args, policy, advise=True)
 

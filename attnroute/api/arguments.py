@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from attnroute.api.question import Arguments
 from attnroute.api.transforms import active_transform
-from attnroute.errors import argument_error
+from attnroute.errors import ArgumentError, argument_error
 from attnroute.masks.nodes import Dense, Extent, Mask
 from attnroute.masks.tensors import LOOK_THRESHOLD, look_into, tensor_key
 from attnroute.policy import Policy
@@ -21,20 +19,27 @@ def collect(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     mask: Tensor | Mask | None,
     bias: Tensor | None,
+    is_causal: bool,
+    causal_alignment: str | None,
+    window: tuple[int | None, int | None] | None,
+    scale: float | None,
+    softcap: float,
+    sink: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    layout: str,
     deterministic: bool | None,
-    **rest: Any,
+    return_lse: bool,
 ) -> Arguments:
     """Fill in what surrounds the call: autocast, gradients, determinism, transforms.
 
     Raises:
         ArgumentError: query, key or value is no tensor.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise argument_error(name, "a torch.Tensor", type(tensor).__name__, "convert it")
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        raise _not_a_tensor(query, key, value)
     if torch.is_autocast_enabled(query.device.type):
         query, key, value, mask, bias = _autocast(query, key, value, mask, bias)
     if deterministic is None:
@@ -43,18 +48,30 @@ def collect(
             and not torch.is_deterministic_algorithms_warn_only_enabled()
         )
     training = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or _any_requires_grad(mask, bias, rest)
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or any(isinstance(t, Tensor) and t.requires_grad for t in (mask, bias, sink, alibi_slopes))
     )
     return Arguments(
-        query=query,
-        key=key,
-        value=value,
-        mask=mask,
-        bias=bias,
-        deterministic=deterministic,
-        training=training,
-        transform=active_transform(query, key, value),
-        **rest,
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        is_causal,
+        causal_alignment,
+        window,
+        scale,
+        softcap,
+        sink,
+        alibi_slopes,
+        dropout_p,
+        layout,
+        deterministic,
+        return_lse,
+        training,
+        active_transform(query, key, value),
     )
 
 
@@ -64,18 +81,15 @@ def route_key(args: Arguments, policy: Policy) -> tuple[object, ...]:
     Reading it costs a few microseconds; nothing here waits for the device unless a dense mask is new.
     """
     query, key, value = args.query, args.key, args.value
-    misaligned = 0
+    memory: object = None
     if args.transform is None and not query.is_nested:
         misaligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & _ALIGNMENT_BITS
-        strides: object = (query.stride(), key.stride(), value.stride())
-    else:
-        strides = None
+        memory = (query.stride(), key.stride(), value.stride(), misaligned)
     return (
         query.shape,
         key.shape,
         value.shape,
-        strides,
-        misaligned,
+        memory,
         query.dtype,
         key.dtype,
         value.dtype,
@@ -84,7 +98,7 @@ def route_key(args: Arguments, policy: Policy) -> tuple[object, ...]:
         value.device,
         args.training,
         args.transform,
-        _mask_key(args, policy),
+        None if args.mask is None else _mask_key(args, policy),
         None if args.bias is None else _bias_key(args.bias),
         args.is_causal,
         args.causal_alignment,
@@ -92,13 +106,13 @@ def route_key(args: Arguments, policy: Policy) -> tuple[object, ...]:
         args.scale if args.scale is None else (args.scale > 0, args.scale < 0, args.scale * 0 == 0),
         args.softcap,
         args.dropout_p,
-        None if args.sink is None else tensor_key(args.sink),
-        None if args.alibi_slopes is None else tensor_key(args.alibi_slopes),
+        None if args.sink is None else _bias_key(args.sink),
+        None if args.alibi_slopes is None else _bias_key(args.alibi_slopes),
         args.layout,
         args.deterministic,
         args.return_lse,
-        query.requires_grad or key.requires_grad or value.requires_grad,
-        policy,
+        args.training and (query.requires_grad or key.requires_grad or value.requires_grad),
+        policy.key,
     )
 
 
@@ -140,9 +154,10 @@ def _seen(mask: Tensor, args: Arguments, policy: Policy) -> object:
     return look_into(mask, Extent(0, 0, seqlen_q, seqlen_kv, mask.device))
 
 
-def _any_requires_grad(mask: object, bias: object, rest: dict[str, Any]) -> bool:
-    others = (mask, bias, rest.get("sink"), rest.get("alibi_slopes"))
-    return any(isinstance(t, Tensor) and t.requires_grad for t in others)
+def _not_a_tensor(query: object, key: object, value: object) -> ArgumentError:
+    named = (("query", query), ("key", key), ("value", value))
+    name, wrong = next((n, t) for n, t in named if not isinstance(t, Tensor))
+    return argument_error(name, "a torch.Tensor", type(wrong).__name__, "convert it")
 
 
 def _autocast(

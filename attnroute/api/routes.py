@@ -112,16 +112,17 @@ def execute(route: Route, args: Arguments) -> Output:
         query,
         key,
         value,
-        bias=bias_of(args),
-        scale=args.scale,
-        softcap=args.softcap,
-        sink=args.sink,
-        alibi_slopes=args.alibi_slopes,
-        dropout_p=args.dropout_p,
+        FULL if route.mask is None else route.mask,
+        None,
+        bias_of(args),
+        None,
+        args.scale,
+        args.softcap,
+        args.sink,
+        args.alibi_slopes,
+        args.dropout_p,
     )
-    if route.mask is not None:
-        inputs.mask = route.mask
-    else:
+    if route.mask is None:
         _lower(inputs, route, args)
     out, lse = run_repaired(route.run, inputs, route.plan)
     return (out.transpose(1, 2) if args.layout == "bshd" else out), lse

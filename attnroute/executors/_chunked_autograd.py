@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +13,9 @@ from attnroute.executors._chunked_backward import Grads, Wanted, run_backward
 from attnroute.executors._chunked_call import Call, Saved
 from attnroute.executors._chunked_forward import run_forward
 from attnroute.executors._chunked_tile import Extras, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec) -> tuple[Tensor, Tensor]:

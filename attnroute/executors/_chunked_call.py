@@ -6,10 +6,9 @@ half precision is widened to float32 first, one chunk at a time. float64 stays f
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +16,9 @@ from torch import Tensor
 from attnroute.executors import _chunked_eager
 from attnroute.executors._chunked_plan import Block, Chunk, Geometry, Plan, make_plan
 from attnroute.executors._chunked_tile import Extras, Spec, TileSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LD_ALIGN = 16
 """Rows of a score buffer start at multiples of this many elements, whatever the number of keys."""
@@ -104,9 +106,10 @@ class Call:
             operand_dtype=_operand_dtype(query),
         )
 
-    def by_group(self, tensor: Tensor) -> Tensor:
-        """View (batch, num_heads_q, ...) as (batch, num_heads_kv, group, ...)."""
-        return tensor.unflatten(1, (self.shape.heads_kv, self.shape.group))
+    @property
+    def block_rows(self) -> int:
+        """Rows of a whole block: its queries times the query heads that share a key head."""
+        return self.plan.block_q * self.shape.group
 
     def tiles(self) -> TileSource:
         """Return a fresh source of tiles."""
@@ -114,11 +117,16 @@ class Call:
             self.shape, self.spec, self.extras, self.query.new_empty((), dtype=self.score_dtype)
         )
 
-    def rows(self, tensor: Tensor, chunk: Chunk, block: Block) -> Tensor:
-        """Return a block of a (batch, num_heads_q, seqlen_q, dim) tensor as (units, group * queries, dim)."""
-        part = self.by_group(tensor)[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1, :, block.i0 : block.i1]
-        rows = self.shape.group * (block.i1 - block.i0)
-        return _unit_stride(part.to(self.operand_dtype).reshape(chunk.units, rows, tensor.shape[3]))
+    def heads(self, tensor: Tensor, chunk: Chunk) -> Tensor:
+        """View a chunk of (batch, num_heads_q, ...) as (batch rows, key heads, group, ...)."""
+        grouped = tensor.unflatten(1, (self.shape.heads_kv, self.shape.group))
+        return grouped[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1]
+
+    def rows(self, heads: Tensor, block: Block) -> Tensor:
+        """Return a block of what `heads` gave, (..., seqlen_q, dim), as (units, group * queries, dim)."""
+        part = heads[:, :, :, block.i0 : block.i1]
+        batch, heads_kv, group, queries, dim = part.shape
+        return _unit_stride(part.to(self.operand_dtype).reshape(batch * heads_kv, group * queries, dim))
 
     def keys(self, tensor: Tensor, chunk: Chunk) -> Tensor:
         """Return a chunk of a (batch, num_heads_kv, seqlen_kv, dim) tensor as (units, seqlen_kv, dim)."""
@@ -127,34 +135,39 @@ class Call:
 
 
 class Buffers:
-    """Score buffers that all tiles of a call share, so that memory neither grows nor fragments."""
+    """Memory that all tiles of a call share, so that it neither grows nor fragments."""
 
     def __init__(self, call: Call) -> None:
-        """Note dtypes and device; memory is taken when a tile first asks for it."""
+        """Note sizes; memory is taken when a tile first asks for it."""
         self._call = call
-        self._flat: dict[str, Tensor] = {}
+        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._units = max((chunk.units for chunk in call.plan.chunks), default=0)
 
     def scores(self, name: str, units: int, rows: int, keys: int) -> Tensor:
         """Return a (units, rows, keys) buffer in the dtype of the scores."""
-        return self._view(name, self._call.score_dtype, units, rows, keys)
+        return self._tile(name, self._call.score_dtype, units, rows, keys)
 
     def operand(self, name: str, scores: Tensor) -> Tensor:
         """Return a buffer for a matmul operand of the shape of `scores`, or `scores` if the dtypes agree."""
         dtype = self._call.operand_dtype
-        return scores if dtype == scores.dtype else self._view(name, dtype, *scores.shape)
+        return scores if dtype == scores.dtype else self._tile(name, dtype, *scores.shape)
 
-    def _view(self, name: str, dtype: torch.dtype, units: int, rows: int, keys: int) -> Tensor:
-        flat = self._flat.get(name)
+    def rows(self, name: str, dtype: torch.dtype, units: int, rows: int, dim: int) -> Tensor:
+        """Return a (units, rows, dim) buffer."""
+        flat = self._take(name, dtype, self._units * self._call.block_rows * dim)
+        return flat[: units * rows * dim].view(units, rows, dim)
+
+    def _tile(self, name: str, dtype: torch.dtype, units: int, rows: int, keys: int) -> Tensor:
+        stride = _aligned(keys)
+        widest = _aligned(self._call.plan.tile_keys)
+        flat = self._take(name, dtype, self._units * self._call.block_rows * widest)
+        return flat[: units * rows * stride].view(units, rows, stride)[..., :keys]
+
+    def _take(self, name: str, dtype: torch.dtype, elements: int) -> Tensor:
+        flat = self._flat.get((name, dtype))
         if flat is None:
-            flat = self._flat[name] = self._call.query.new_empty(self._largest(), dtype=dtype)
-        row = _aligned(keys)
-        return flat[: units * rows * row].view(units, rows, row)[..., :keys]
-
-    def _largest(self) -> int:
-        plan, group = self._call.plan, self._call.shape.group
-        units = max(chunk.units for chunk in plan.chunks)
-        queries = max(block.i1 - block.i0 for block in plan.blocks)
-        return units * queries * group * _aligned(plan.tile_keys)
+            flat = self._flat[name, dtype] = self._call.query.new_empty(elements, dtype=dtype)
+        return flat
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, accumulate: bool = False) -> None:
@@ -171,18 +184,6 @@ def _operand_dtype(query: Tensor) -> torch.dtype:
         return query.dtype
     wide_output = hasattr(torch.ops.aten.baddbmm, "dtype_out") and torch.version.hip is None
     return query.dtype if query.device.type == "cuda" and wide_output else torch.float32
-
-
-def cut_rows(call: Call, tensor: Tensor, chunk: Chunk, block: Block) -> Tensor:
-    """Return a block of a (batch, num_heads_q, seqlen_q) tensor as (units, rows), contiguous."""
-    part = call.by_group(tensor)[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1, :, block.i0 : block.i1]
-    return part.to(call.score_dtype).reshape(chunk.units, -1).contiguous()
-
-
-def store_rows(call: Call, full: Tensor, chunk: Chunk, block: Block, part: Tensor) -> None:
-    """Copy (units, rows, ...) into its place in a (batch, num_heads_q, seqlen_q, ...) tensor."""
-    target = call.by_group(full)[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1, :, block.i0 : block.i1]
-    target.copy_(part.view(target.shape))
 
 
 def _aligned(keys: int) -> int:

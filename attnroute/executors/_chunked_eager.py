@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnroute.executors._chunked_tile import Tile
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnroute.executors._chunked_tile import Tile
 
 NEG_INF = float("-inf")
 

@@ -5,65 +5,87 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnroute.executors._chunked_call import Buffers, Call, Saved, matmul_into, store_rows
+from attnroute.executors._chunked_call import Buffers, Call, Saved, matmul_into
 from attnroute.executors._chunked_eager import finite_shift
-from attnroute.executors._chunked_plan import Block, Chunk
-from attnroute.executors._chunked_tile import TileSource
+from attnroute.executors._chunked_rows import ChunkRows
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnroute.executors._chunked_plan import Block, Chunk
+
+NEG_INF = float("-inf")
 
 
 def run_forward(call: Call) -> Saved:
-    """Compute the output, row by row exact, and what the backward pass needs."""
-    shape = call.shape
-    batch, heads_q = call.query.shape[:2]
-    out = call.query.new_empty(batch, heads_q, shape.seqlen_q, call.value.shape[3])
-    shift = call.query.new_empty(batch, heads_q, shape.seqlen_q, dtype=call.score_dtype)
-    saved = Saved(out, shift, torch.empty_like(shift))
-    tiles, buffers = call.tiles(), Buffers(call)
+    """Compute the output and the row statistics that the backward pass needs."""
+    out = call.query.new_empty(*call.query.shape[:3], call.value.shape[3])
+    stats = _start(call)
+    forward = _Forward(call, out, stats)
     for chunk in call.plan.chunks:
+        forward.run_chunk(chunk)
+    row_max, row_sum = stats
+    log_sum = row_sum.log().masked_fill_(row_sum == 0, float("inf"))
+    return Saved(out, finite_shift(row_max), log_sum)
+
+
+def _start(call: Call) -> Tensor:
+    """Return row maxima and sums before any key, (2, batch, num_heads_q, seqlen_q): those of the sink, if any."""
+    stats = call.query.new_zeros(2, *call.query.shape[:3], dtype=call.score_dtype)
+    if call.extras.sink is None:
+        stats[0].fill_(NEG_INF)
+    else:
+        stats[0].copy_(call.extras.sink[:, None].expand_as(stats[0]))
+        stats[1].copy_(stats[0] > NEG_INF)
+    return stats
+
+
+class _Forward:
+    """One forward pass: its buffers and the loop over tiles."""
+
+    def __init__(self, call: Call, out: Tensor, stats: Tensor) -> None:
+        self._call, self._out, self._stats = call, out, stats
+        self._tiles, self._buffers = call.tiles(), Buffers(call)
+
+    def run_chunk(self, chunk: Chunk) -> None:
+        """Fill in output and statistics of one chunk."""
+        call = self._call
+        rows = ChunkRows(call.shape, call.plan.block_q, chunk, self._stats)
+        query, out = call.heads(call.query, chunk), call.heads(self._out, chunk)
         key, value = call.keys(call.key, chunk), call.keys(call.value, chunk)
         for block in call.plan.blocks:
-            _forward_block(call, tiles, buffers, chunk, block, key, value, saved)
-    return saved
+            target = out[:, :, :, block.i0 : block.i1]
+            if block.keys:
+                row_max, row_sum = rows.block(block)
+                total = self._attend(chunk, block, call.rows(query, block), key, value, row_max, row_sum)
+                # A row that has a key holds its own maximum, so only the sum of an empty row is below 1.
+                divisor = row_sum.clamp(min=0.5).view(*target.shape[:4], 1)
+                torch.div(total.view(target.shape), divisor, out=target)
+            else:
+                target.zero_()
+        rows.store()
 
-
-def _forward_block(
-    call: Call,
-    tiles: TileSource,
-    buffers: Buffers,
-    chunk: Chunk,
-    block: Block,
-    key: Tensor,
-    value: Tensor,
-    saved: Saved,
-) -> None:
-    query = call.rows(call.query, chunk, block)
-    row_max, row_sum = _start_rows(call, chunk, query)
-    total = row_max.new_zeros(*row_max.shape, value.shape[2])
-    for number, (j0, j1) in enumerate(block.keys):
-        tile = tiles.tile(chunk, block, j0, j1)
-        scores = buffers.scores("scores", *query.shape[:2], j1 - j0)
-        matmul_into(scores, query, key[:, j0:j1].transpose(1, 2), alpha=call.spec.scale)
-        probs = buffers.operand("probs", scores)
-        rescale = torch.empty_like(row_max) if number else None
-        call.steps.softmax_tile(tile, scores, probs, row_max, row_sum, rescale)
-        if rescale is not None:
-            total.mul_(rescale[..., None])
-        matmul_into(total, probs, value[:, j0:j1], accumulate=number > 0)
-    empty = row_sum == 0
-    total.mul_((call.spec.keep_scale / row_sum).masked_fill_(empty, 0.0)[..., None])
-    store_rows(call, saved.out, chunk, block, total)
-    store_rows(call, saved.shift, chunk, block, finite_shift(row_max))
-    store_rows(call, saved.log_sum, chunk, block, row_sum.log_().masked_fill_(empty, float("inf")))
-
-
-def _start_rows(call: Call, chunk: Chunk, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the row maxima and sums before any key: those of the sink where there is one."""
-    units, rows = query.shape[:2]
-    row_max = torch.full((units, rows), float("-inf"), dtype=call.score_dtype, device=query.device)
-    row_sum = torch.zeros_like(row_max)
-    if call.extras.sink is not None:
-        heads = call.extras.sink.unflatten(0, (call.shape.heads_kv, call.shape.group))[chunk.h0 : chunk.h1]
-        view = row_max.view(chunk.b1 - chunk.b0, chunk.h1 - chunk.h0, call.shape.group, -1)
-        view.copy_(heads[..., None].expand_as(view))
-        row_sum.copy_(row_max > float("-inf"))
-    return row_max, row_sum
+    def _attend(
+        self,
+        chunk: Chunk,
+        block: Block,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        row_max: Tensor,
+        row_sum: Tensor,
+    ) -> Tensor:
+        """Return the weighted sums of values of one block, not yet divided by the sums of the weights."""
+        call, buffers = self._call, self._buffers
+        units, rows, _ = query.shape
+        total = buffers.rows("total", call.score_dtype, units, rows, value.shape[2])
+        for number, (j0, j1) in enumerate(block.keys):
+            tile = self._tiles.tile(chunk, block, j0, j1)
+            scores = buffers.scores("scores", units, rows, j1 - j0)
+            matmul_into(scores, query, key[:, j0:j1].transpose(1, 2), alpha=call.spec.scale)
+            probs = buffers.operand("probs", scores)
+            rescale = torch.empty_like(row_max) if number else None
+            call.steps.softmax_tile(tile, scores, probs, row_max, row_sum, rescale)
+            if rescale is not None:
+                total.mul_(rescale[..., None])
+            matmul_into(total, probs, value[:, j0:j1], alpha=call.spec.keep_scale, accumulate=number > 0)
+        return total

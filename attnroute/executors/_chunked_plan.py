@@ -8,8 +8,11 @@ one tile or, when those keys are too many for the score budget, in several.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SCORE_ELEMENTS = 16 * 2**20
 """Most scores held at once: 64 MiB of float32, at most three times that with what is derived from them."""
@@ -97,10 +100,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The tiles of one call, in the order in which both directions visit them."""
+    """The tiles of one call, in the order in which both directions visit them.
+
+    Attributes:
+        chunks: Outer loop.
+        blocks: Inner loop, the same for every chunk.
+        block_q: Queries in each block but the last.
+    """
 
     chunks: tuple[Chunk, ...]
     blocks: tuple[Block, ...]
+    block_q: int
 
     @property
     def tile_keys(self) -> int:
@@ -121,7 +131,7 @@ def make_plan(shape: Geometry, limits: Limits, block_q: int | None = None) -> Pl
     block_k = max(SCORE_ELEMENTS // rows // KEY_ALIGN, 1) * KEY_ALIGN
     blocks = tuple(_blocks(shape, limits, size, block_k))
     widest = max((j1 - j0 for block in blocks for j0, j1 in block.keys), default=1)
-    return Plan(tuple(_chunks(shape, max(SCORE_ELEMENTS // (rows * widest), 1))), blocks)
+    return Plan(tuple(_chunks(shape, max(SCORE_ELEMENTS // (rows * widest), 1))), blocks, size)
 
 
 def default_block_q(group: int) -> int:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnroute.executors._chunked_plan import Block, Chunk, Geometry, Limits
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnroute.executors._chunked_plan import Block, Chunk, Geometry, Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from attnroute.executors._chunked_tile import Tile
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnroute.executors._chunked_tile import Tile
+    from torch import Tensor
 
 MAX_BLOCK = 4096
 """Columns that a program holds at once, in 8 warps; measured best of 1024, 2048 and 4096 on an H100."""

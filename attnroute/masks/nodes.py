@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnroute.call import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, MaskNode, WindowNode
 from attnroute.errors import argument_error
+from attnroute.masks import checks
 from attnroute.masks.lowered import FULL, LoweredMask
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from attnroute.vocabulary import Alignment
 
     Lengths = Sequence[int] | Tensor
-
-_ALIGNMENTS = ("top_left", "bottom_right")
 
 
 class Extent(NamedTuple):
@@ -44,6 +43,11 @@ class Mask(ABC):
     def nodes(self) -> tuple[Mask, ...]:
         """The parts of the conjunction; a single node is its own only part."""
         return (self,)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that were given; what is prepared from the mask is stale once one of them changes."""
+        return ()
 
     def __and__(self, other: Mask) -> Mask:
         """Both must allow."""
@@ -100,6 +104,11 @@ class All(Mask):
         """The parts."""
         return self.parts
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every part's tensors."""
+        return tuple(t for part in self.parts for t in part.tensors)
+
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return every part's data in order."""
         return tuple(n for part in self.parts for n in part.describe(extent))
@@ -118,6 +127,9 @@ class All(Mask):
         """Check every part."""
         for part in self.parts:
             part.check(extent)
+        documents = sum(isinstance(part, Documents) for part in self.nodes)
+        if documents > 1:
+            raise argument_error("mask", "at most one Documents node", documents, "combine the ids into one node")
 
     def __repr__(self) -> str:
         """Say it as it is written."""
@@ -137,7 +149,7 @@ class Causal(Mask):
 
     def __post_init__(self) -> None:
         """Check the alignment."""
-        _check_alignment(self.alignment)
+        checks.alignment(self.alignment)
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the causal node."""
@@ -166,11 +178,10 @@ class Window(Mask):
     def __post_init__(self) -> None:
         """Check the counts and the alignment."""
         for name, value in (("left", self.left), ("right", self.right)):
-            if value is not None and value < 0:
-                raise argument_error(
-                    f"Window {name}", "a count of at least 0, or None for no limit", value, "pass None to leave that side open"
-                )
-        _check_alignment(self.alignment)
+            if value is not None and not (isinstance(value, int) and value >= 0):
+                required = "a count of at least 0, or None for no limit"
+                raise argument_error(f"Window {name}", required, repr(value), "pass None to leave that side open")
+        checks.alignment(self.alignment)
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the window node."""
@@ -207,7 +218,16 @@ class Documents(Mask):
                 "Documents", "exactly one of lengths, ids and cu_seqlens", given or "none", "pass one of them"
             )
         if self.lengths is not None:
-            object.__setattr__(self, "lengths", tuple(int(n) for n in self.lengths))
+            object.__setattr__(self, "lengths", checks.counts("Documents lengths", self.lengths))
+        for name, dims in (("ids", (1, 2)), ("cu_seqlens", (1,))):
+            value = getattr(self, name)
+            if value is not None:
+                checks.integers(f"Documents {name}", value, dims)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The ids or the prefix sums."""
+        return tuple(t for t in (self.ids, self.cu_seqlens) if t is not None)
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the documents node; lengths only where no device needs to be asked."""
@@ -221,39 +241,13 @@ class Documents(Mask):
 
     def check(self, extent: Extent) -> None:
         """Documents need as many queries as keys, and lengths that fill them."""
-        if extent.seqlen_q != extent.seqlen_kv:
-            raise argument_error(
-                "mask Documents",
-                "as many queries as keys",
-                f"seqlen_q = {extent.seqlen_q}, seqlen_kv = {extent.seqlen_kv}",
-                "pass a dense bool mask for cached decoding of packed documents",
-            )
-        if self.lengths is not None and sum(self.lengths) != extent.seqlen_kv:
-            raise argument_error(
-                "mask Documents lengths",
-                f"a sum of seqlen = {extent.seqlen_kv}",
-                f"{self.lengths} with sum {sum(self.lengths)}",
-                "add the missing tokens as a document of their own",
-            )
-        if self.ids is not None and tuple(self.ids.shape) not in (
-            (extent.seqlen_kv,),
-            (1, extent.seqlen_kv),
-            (extent.batch, extent.seqlen_kv),
-        ):
-            raise argument_error(
-                "mask Documents ids",
-                f"shape ({extent.seqlen_kv},) or ({extent.batch}, {extent.seqlen_kv})",
-                tuple(self.ids.shape),
-                "give every token the id of its document",
-            )
+        checks.documents(self.lengths, self.ids, extent)
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add one id per token, and the bounds where they are known."""
         from attnroute.masks.tensors import cu_seqlens, document_ids  # noqa: PLC0415
 
         ids = document_ids(self, extent)
-        if into.document_ids_q is not None and into.document_ids_kv is not None:
-            raise argument_error("mask", "at most one Documents node", "two", "combine the ids into one node")
         bounds = None
         if self.lengths is not None:
             bounds = (0, *(sum(self.lengths[: i + 1]) for i in range(len(self.lengths))))
@@ -290,8 +284,17 @@ class KeyPadding(Mask):
             )
         for name in ("lengths", "left"):
             value = getattr(self, name)
-            if isinstance(value, list | tuple):
-                object.__setattr__(self, name, tuple(int(n) for n in value))
+            if checks.is_tensor(value):
+                checks.integers(f"KeyPadding {name}", value, (1,))
+            elif value is not None:
+                object.__setattr__(self, name, checks.counts(f"KeyPadding {name}", value))
+        if self.keep is not None:
+            checks.bools("KeyPadding keep", self.keep, "convert it with .bool()")
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The counts or flags, where they are tensors."""
+        return tuple(t for t in (self.lengths, self.left, self.keep) if checks.is_tensor(t))
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the key padding node; counts only where no device needs to be asked."""
@@ -306,30 +309,11 @@ class KeyPadding(Mask):
     def key(self) -> object:
         """Return what the description depends on."""
         parts = (self.lengths, self.left, self.keep)
-        return ("key_padding", *(p if p is None or isinstance(p, tuple) else p.shape for p in parts))
+        return ("key_padding", *(("shape", *p.shape) if checks.is_tensor(p) else p for p in parts))
 
     def check(self, extent: Extent) -> None:
         """There must be one entry per batch row, and a key count no larger than seqlen_kv."""
-        for name in ("lengths", "left"):
-            value = getattr(self, name)
-            if value is not None and len(value) != extent.batch:
-                raise argument_error(
-                    f"mask KeyPadding {name}", f"one entry per batch row ({extent.batch})", len(value), "pass one count per row"
-                )
-            if isinstance(value, tuple) and any(n < 0 or n > extent.seqlen_kv for n in value):
-                raise argument_error(
-                    f"mask KeyPadding {name}",
-                    f"counts from 0 to seqlen_kv = {extent.seqlen_kv}",
-                    value,
-                    "count keys, not queries",
-                )
-        if self.keep is not None and tuple(self.keep.shape) != (extent.batch, extent.seqlen_kv):
-            raise argument_error(
-                "mask KeyPadding keep",
-                f"shape ({extent.batch}, {extent.seqlen_kv})",
-                tuple(self.keep.shape),
-                "pass one bool per key and batch row",
-            )
+        checks.key_padding({"lengths": self.lengths, "left": self.left}, self.keep, extent)
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add which keys exist."""
@@ -344,6 +328,15 @@ class Dense(Mask):
     """A bool tensor, True = attend, that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv)."""
 
     tensor: Tensor
+
+    def __post_init__(self) -> None:
+        """Check the type; the shape is checked against a call."""
+        checks.bools("mask Dense", self.tensor, "pass a float tensor as bias")
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensor."""
+        return (self.tensor,)
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the dense node without looking into the tensor."""
@@ -373,13 +366,6 @@ class Dense(Mask):
     def __repr__(self) -> str:
         """Name the shape, not the values."""
         return f"Dense({tuple(self.tensor.shape)})"
-
-
-def _check_alignment(alignment: str) -> None:
-    if alignment not in _ALIGNMENTS:
-        raise argument_error(
-            "alignment", 'one of "top_left" and "bottom_right"', repr(alignment), "state which corner the diagonal ends in"
-        )
 
 
 def _offset(alignment: str, extent: Extent) -> int:

@@ -57,15 +57,21 @@ def _simplify(node: MaskNode, call: Call) -> tuple[MaskNode, ...]:
 def _simplify_causal(node: CausalNode, call: Call, *, static: bool) -> tuple[MaskNode, ...]:
     if not static:
         return (node,)
-    if call.seqlen_q == call.seqlen_kv:
-        return (CausalNode(),) if call.seqlen_q > 1 else ()
-    if node.alignment == "bottom_right" and call.seqlen_q == 1:
+    # Without a second key, or with nothing but the last query, there is nothing behind the diagonal.
+    far = call.seqlen_kv if node.alignment == "top_left" else call.seqlen_q
+    if far <= 1 or _is_empty(call):
         return ()
-    return (node,)
+    return (CausalNode(),) if call.seqlen_q == call.seqlen_kv else (node,)
+
+
+def _is_empty(call: Call) -> bool:
+    return 0 in (call.seqlen_q, call.seqlen_kv)
 
 
 def _simplify_window(node: WindowNode, call: Call, *, static: bool) -> tuple[MaskNode, ...]:
     left, right, alignment = node.left, node.right, node.alignment
+    if static and _is_empty(call):
+        return ()
     if static:
         if call.seqlen_q == call.seqlen_kv:
             alignment = "top_left"

@@ -213,13 +213,14 @@ def look_into(tensor: Tensor, extent: Extent) -> Seen | None:
     """
     worth = tensor.dim() >= _MATRIX_DIMS and extent.seqlen_q * extent.seqlen_kv >= LOOK_THRESHOLD
     fits = tensor.dim() >= _MATRIX_DIMS and tuple(tensor.shape[-2:]) == (extent.seqlen_q, extent.seqlen_kv)
-    if not worth or not fits or not may_remember(tensor) or _is_recording(tensor):
+    if not worth or not fits or not _is_readable(tensor) or not may_remember(tensor):
         return None
     return remember(tensor, ("seen",), lambda: _look(tensor))
 
 
 def _look(tensor: Tensor) -> Seen:
-    matrix = tensor[tuple(0 if s == 0 else slice(None) for s in tensor.stride()[:-2])]
+    leading = zip(tensor.shape[:-2], tensor.stride()[:-2], strict=True)
+    matrix = tensor[tuple(0 if stride == 0 and size > 1 else slice(None) for size, stride in leading)]
     seqlen_q, seqlen_kv = matrix.shape[-2:]
     rows = max(1, _LOOK_CHUNK * seqlen_q // max(1, matrix.numel()))
     full = torch.ones((), dtype=torch.bool, device=tensor.device)
@@ -248,15 +249,17 @@ def _look(tensor: Tensor) -> Seen:
     return Seen("none" if has_keys else "some", recognized)
 
 
-def _is_recording(tensor: Tensor) -> bool:
-    """A look waits for the device, which is not allowed while a CUDA graph records."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def _is_readable(tensor: Tensor) -> bool:
+    """Only a plain tensor has values here, and none can be waited for while a CUDA graph records."""
+    if type(tensor) is not Tensor or tensor.is_meta:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @dataclass(slots=True)
 class _Memory:
     reference: weakref.ref[object]
-    version: int
+    version: tuple[int, ...]
     made: dict[object, object] = field(default_factory=dict)
 
 
@@ -267,21 +270,34 @@ def may_remember(owner: object) -> bool:
     """Return whether what is made from this owner may be kept: not under tracing, nor where changes cannot be seen."""
     if torch.compiler.is_compiling():
         return False
-    if isinstance(owner, Tensor):
-        return not owner.requires_grad and not owner.is_inference()
-    return True
+    return all(not t.requires_grad and not t.is_inference() for t in _tensors(owner))
 
 
 def remember(owner: object, what: object, make: Callable[[], _T]) -> _T:
-    """Return what was made for an owner before, or make it; it is dropped with the owner or when that changes."""
+    """Return what was made for an owner before, or make it; it is dropped with the owner or when that changes.
+
+    The owner is a tensor or a mask object; an object changes when a tensor in it does.
+    """
     if not may_remember(owner):
         return make()
-    version = owner._version if isinstance(owner, Tensor) else 0
+    version = tuple(t._version for t in _tensors(owner))
     memory = _MEMORY.get(id(owner))
     if memory is None or memory.reference() is not owner or memory.version != version:
         place = id(owner)
         reference = weakref.ref(owner, lambda _: _MEMORY.pop(place, None))
         memory = _MEMORY[place] = _Memory(reference, version)
     if what not in memory.made:
-        memory.made[what] = make()
+        memory.made[what] = _lasting(make)
     return memory.made[what]  # type: ignore[return-value]
+
+
+def _tensors(owner: object) -> tuple[Tensor, ...]:
+    return (owner,) if isinstance(owner, Tensor) else getattr(owner, "tensors", ())
+
+
+def _lasting(make: Callable[[], _T]) -> _T:
+    """Make a tensor that training may use later, although inference mode asks for it first."""
+    if not torch.is_inference_mode_enabled():
+        return make()
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return make()

@@ -28,7 +28,14 @@ _EXCLUSIONS: Final = {
     "not_allowed": "not among those that {origin} allows",
     "not_required": "not the one that {origin} requires",
     "strict": "kept out by strict, set by {origin}",
-    "unknown": "not chosen while unknown, as {origin} has it",
+    "unknown": "not chosen without allow_unknown ({origin})",
+}
+_BARRIERS: Final = {
+    "banned": "the ban by {origin}",
+    "not_allowed": "the list of {origin}",
+    "not_required": "the requirement of {origin}",
+    "strict": "strict, set by {origin}",
+    "unknown": "the limit to known backends ({origin})",
 }
 
 
@@ -88,6 +95,19 @@ def _missing(name: str, host: Host) -> str:
 def exclusion(excluded: Exclusion) -> str:
     """Say why policy keeps a backend out, and who said so."""
     return _EXCLUSIONS[excluded.reason].format(origin=excluded.origin)
+
+
+def barrier(excluded: Exclusion) -> str:
+    """Name the wish that keeps a backend out, to stand behind "without"."""
+    return _BARRIERS[excluded.reason].format(origin=excluded.origin)
+
+
+def why_none(decision: Decision) -> str:
+    """Say that nothing may run the call, or who required what may not."""
+    required = decision.policy.require
+    if required is None:
+        return "no backend may run this call"
+    return f"{required} is required by {decision.policy.origin_of('require')} and may not run this call"
 
 
 def why_selected(decision: Decision) -> str:

@@ -46,13 +46,9 @@ def render_failure(decision: Decision) -> str:
         decision: A decision that selected nothing.
     """
     required = decision.policy.require
-    if required is None:
-        asked, concerned = "no backend may run this call", sentences.arranged(decision)
-    else:
-        origin = decision.policy.origin_of("require")
-        asked = f"{required} is required by {origin} and may not run this call"
-        concerned = [v for v in decision.verdicts if v.backend == required]
-    lines = [f"{asked}: {render(decision.call)}", f"on {sentences.host_line(decision.host)}"]
+    concerned = [v for v in sentences.arranged(decision) if required in (None, v.backend)]
+    asked = f"{sentences.why_none(decision)}: {render(decision.call)}"
+    lines = [asked, f"on {sentences.host_line(decision.host)}"]
     lines += [line for block in _verdicts(concerned, decision) for line in block]
     return "\n".join([*lines, *_apart(_alternatives(decision))])
 
@@ -70,7 +66,7 @@ def render_quadratic(decision: Decision) -> str:
 
 def _head(decision: Decision) -> list[str]:
     if decision.selected is None:
-        lines = field("selected", "none, because no backend may run this call")
+        lines = field("selected", f"none: {sentences.why_none(decision)}")
     else:
         lines = field("selected", f"{decision.selected}, {sentences.why_selected(decision)}")
     lines.append(f"{'call':<{LABEL}}{render(decision.call)}")
@@ -105,11 +101,11 @@ def _alternatives(decision: Decision) -> list[str]:
     """What could run if the wishes were others: the slow tier is named only where nothing else is."""
     able = [v for v in sentences.arranged(decision) if v.status == "eligible" and v.excluded is not None]
     free = [v for v in able if v.backend not in SLOW_TIER] or able
-    origins = list(dict.fromkeys(v.excluded.origin for v in free if v.excluded is not None))
-    if not origins:
+    barriers = list(dict.fromkeys(sentences.barrier(v.excluded) for v in free if v.excluded is not None))
+    if not barriers:
         return []
     names = [v.backend + (f" ({size(v.score_bytes)} of scores)" if v.score_bytes else "") for v in free]
-    wish = sentences.listed(origins, "or")
+    wish = sentences.listed(barriers, "or")
     return field("hint", f"without {wish}, {sentences.listed(names, 'or')} could run it")
 
 

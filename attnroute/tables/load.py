@@ -172,14 +172,16 @@ class Tables:
 
     def _ancestors(self, arch: str) -> Iterator[str]:
         """Give the architecture and what it inherits, the nearest first."""
-        names = [arch]
-        yield arch
-        while (parent := self.arch(names[-1]).inherits) is not None:
-            if parent in names:
-                circle = " -> ".join([*names, parent])
+        names: list[str] = []
+        following: str | None = arch
+        while following is not None:
+            if following in names:
+                circle = " -> ".join([*names, following])
                 raise TableError(f"{names[-1]}/arch.toml: inherits requires an end; got the circle {circle}.")
-            names.append(parent)
-            yield parent
+            names.append(following)
+            parent = self.arch(following).inherits
+            yield following
+            following = parent
 
     def _with_included(self, scope: str, stem: str, above: tuple[str, ...] = ()) -> tuple[RuleRow, ...]:
         here = f"{scope}/{stem}"

@@ -21,7 +21,11 @@ LENGTHS = st.sampled_from([1, 2, 3, 7, 8, 13, 16, 33])
 @st.composite
 def problems(draw):
     """Draw tensors in odd shapes and layouts, and everything that may mask or change the scores."""
-    batch, groups, heads_kv = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
+    batch, groups, heads_kv = (
+        draw(st.sampled_from([1, 2, 3])),
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([1, 2])),
+    )
     seqlen_q, seqlen_kv = draw(LENGTHS), draw(LENGTHS)
     head_dim_qk = draw(st.sampled_from([1, 4, 8, 20, 64]))
     head_dim_v = draw(st.sampled_from([head_dim_qk, head_dim_qk, 12]))
@@ -42,7 +46,9 @@ def problems(draw):
     mask, allowed = draw(mask_of(shape, generator))
     bias = draw(st.sampled_from([None, None, (1,), (seqlen_q, seqlen_kv), (batch, 1, 1, seqlen_kv), shape]))
     if bias is not None:
-        bias = torch.randn(bias, generator=generator, dtype=torch.float64).to(draw(st.sampled_from([dtype, torch.float32])))
+        bias = torch.randn(bias, generator=generator, dtype=torch.float64).to(
+            draw(st.sampled_from([dtype, torch.float32]))
+        )
         if draw(st.booleans()):
             bias = bias.masked_fill(torch.rand(bias.shape, generator=generator) < 0.3, -math.inf)
     return query, key, value, mask, allowed, bias, draw(st.booleans())
@@ -67,7 +73,13 @@ def mask_of(shape, generator):
 
     @st.composite
     def build(draw):
-        kinds = draw(st.lists(st.sampled_from(["causal", "window", "padding", "documents", "dense"]), max_size=2, unique=True))
+        kinds = draw(
+            st.lists(
+                st.sampled_from(["causal", "window", "padding", "documents", "dense"]),
+                max_size=2,
+                unique=True,
+            )
+        )
         mask, allowed = None, torch.ones(1, 1, seqlen_q, seqlen_kv, dtype=torch.bool)
         for kind in kinds:
             if kind == "documents" and seqlen_q != seqlen_kv:
@@ -99,7 +111,11 @@ def _node(draw, kind, shape, generator):
         form = draw(st.sampled_from(["ints", "tensor", "left", "keep"]))
         if form == "left":
             return masks.KeyPadding(left=counts), ~kept[:, None, None]
-        node = {"ints": {"lengths": counts}, "tensor": {"lengths": torch.tensor(counts)}, "keep": {"keep": kept}}[form]
+        node = {
+            "ints": {"lengths": counts},
+            "tensor": {"lengths": torch.tensor(counts)},
+            "keep": {"keep": kept},
+        }[form]
         return masks.KeyPadding(**node), kept[:, None, None]
     if kind == "documents":
         cut = draw(st.integers(0, seqlen_q))
@@ -107,7 +123,9 @@ def _node(draw, kind, shape, generator):
         forms = {"lengths": [cut, seqlen_q - cut], "ids": ids, "cu_seqlens": torch.tensor([0, cut, seqlen_q])}
         form = draw(st.sampled_from(sorted(forms)))
         return masks.Documents(**{form: forms[form]}), (ids[:, None] == ids)[None, None]
-    dense = draw(st.sampled_from([(seqlen_q, seqlen_kv), (batch, 1, 1, seqlen_kv), (1, heads, seqlen_q, seqlen_kv)]))
+    dense = draw(
+        st.sampled_from([(seqlen_q, seqlen_kv), (batch, 1, 1, seqlen_kv), (1, heads, seqlen_q, seqlen_kv)])
+    )
     tensor = torch.rand(dense, generator=generator) < 0.6
     return masks.Dense(tensor), tensor.expand(batch, heads, seqlen_q, seqlen_kv)
 

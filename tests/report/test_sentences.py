@@ -62,7 +62,7 @@ def test_only_findings_that_failed_or_are_unknown_are_said_and_blocking_ones_fir
         (verdict("beta", excluded="strict"), "eligible, kept out by strict, set by somebody"),
         (
             verdict("beta", "unknown", excluded="unknown"),
-            "unknown, not chosen while unknown, as somebody has it",
+            "unknown, not chosen without allow_unknown (somebody)",
         ),
     ],
 )

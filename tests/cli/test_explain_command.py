@@ -1,0 +1,222 @@
+"""`attnroute explain`: machines, calls, exit codes, and what it does not load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from attnroute import settings
+from attnroute.cli import main
+from attnroute.engine.decide import decide
+from attnroute.errors import ArgumentError
+from attnroute.host import Host
+from attnroute.line import parse
+from attnroute.policy import Policy, merge
+from attnroute.report.json import decision_from_json
+from attnroute.tables.releases import companions_of, known
+
+CALL = "bf16 b2 hq32 hkv8 sq4096 skv4096 d128 causal train"
+H100 = '{"arch": "sm_90", "device_name": "H100", "versions": {"torch": "2.11.0+cu130", "cudnn": "9.19.0"}}'
+
+
+def explained(capsys, *words):
+    """Return the decision that `--format json` prints, and what stands on stderr."""
+    code = main(["explain", *words, "--format", "json"])
+    out, err = capsys.readouterr()
+    assert out, err
+    return decision_from_json(out), code, err
+
+
+@pytest.fixture
+def host_file(tmp_path):
+    path = tmp_path / "host.json"
+    path.write_text(H100, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ([CALL, "--arch", "sm_90"], 0),
+        ([CALL, "softcap=30", "--arch", "sm_90"], 0),
+        ([CALL, "double_backward", "--arch", "sm_90"], 3),
+        ([CALL, "function", "--arch", "sm_90"], 4),
+        ([CALL, "--arch", "sm_90", "--backend", "efficient", "--with", "torch=2.15.0"], 0),
+        (["bf16 b1 hq8 sq64 d320 causal", "--arch", "sm_90", "--backend", "flash"], 4),
+        ([CALL, "--arch", "sm_91"], 2),
+        ([CALL, "casual", "--arch", "sm_90"], 2),
+        (["--arch", "sm_90"], 2),
+    ],
+)
+def test_the_exit_code_says_what_was_selected(words, code, capsys) -> None:
+    assert main(["explain", *words]) == code
+    out, err = capsys.readouterr()
+    assert bool(err) is (code == 2)
+    assert bool(out) is (code != 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--arch", "sm90"], 'did you mean "sm_90"?'),
+        (["--arch", "sm_90", "--backend", "flahs"], 'did you mean "flash"?'),
+        (["--arch", "sm_90", "--with", "tourch=2.9"], 'did you mean "torch"?'),
+        (["--arch", "sm_90", "--with", "torch"], "--with requires NAME=VERSION"),
+        (["--arch", "sm_90", "--with", "torch=two"], 'the version of torch requires PEP 440; got "two"'),
+        (["--arch", "sm_90", "--without", "flash-atn"], 'did you mean "flash-attn"?'),
+        (["--arch", "sm_90", "--host", "x.json"], "not allowed with argument --arch"),
+        (["--host", "no-such-file.json"], "--host requires a JSON file"),
+        (["--arch", "sm_90", "--format", "yaml"], "invalid choice: 'yaml'"),
+        (["--arch", "sm_90", "--archh", "x"], "unrecognized arguments: --archh"),
+        (["--arch", "sm_90", "--q", "1,2,3"], "--q requires counts B,HQ,SQ,D"),
+        (["--arch", "sm_90", "--kv", "1"], "--kv requires counts HKV,SKV or HKV,SKV,DV"),
+        (["--arch", "sm_90", "--mask", "casual"], 'did you mean "causal"?'),
+    ],
+)
+def test_a_wrong_word_is_one_sentence_on_stderr(words, names, capsys) -> None:
+    assert main(["explain", CALL, *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert names in err
+    assert err.startswith("attnroute: ")
+    assert err.count("\n") == 1 or "--host" in names
+
+
+def test_flags_say_the_same_as_words(capsys) -> None:
+    flags = "--q 2,32,4096,192 --kv 8,4096,128 --dtype bfloat16 --mask causal,window=4096,keys=100,37 --train"
+    more = (
+        "--softcap 30 --dropout 0.1 --sink --lse --deterministic --scale negative --bias fp32:1x1x4096x4096"
+    )
+    decision, _, _ = explained(capsys, *flags.split(), *more.split(), "--arch", "sm_90")
+    words = "bf16 b2 hq32 hkv8 sq4096 skv4096 d192/128 causal window=4095,0 keys=100,37 train softcap=30"
+    rest = "dropout=0.1 sink lse deterministic scale=negative bias=fp32:1x1x4096x4096"
+    assert decision.call == parse(f"{words} {rest}")
+
+
+def test_words_may_be_one_argument_or_many_and_stand_behind_flags(capsys) -> None:
+    one, _, _ = explained(capsys, CALL, "--arch", "sm_90")
+    many, _, _ = explained(capsys, "--arch", "sm_90", *CALL.split())
+    mixed, _, _ = explained(
+        capsys, "causal", "--arch", "sm_90", "train", "--q", "2,32,4096,128", "--kv", "8,4096", "bf16"
+    )
+    assert one == many == mixed
+
+
+def test_json_for_another_machine_is_the_decision(capsys, host_file) -> None:
+    decision, code, err = explained(capsys, CALL, "--host", host_file, "--backend", "efficient")
+    policy = Policy(require="efficient", origin={"require": "the command line"})
+    expected = decide(
+        parse(CALL), Host.model_validate_json(H100), policy=merge(Policy(), policy), advise=True
+    )
+    assert decision == expected
+    assert (code, err) == (0, "")
+
+
+def test_a_recorded_host_takes_and_loses_versions(capsys, host_file) -> None:
+    words = ["--host", host_file, "--with", "torch=2.15.0", "--without", "cudnn"]
+    decision, _, _ = explained(capsys, CALL, *words)
+    assert decision.host.versions == {"torch": "2.15.0"}
+    assert decision.verdict("cudnn").missing == ("cudnn",)
+
+
+@pytest.mark.parametrize(
+    ("words", "versions", "said"),
+    [
+        ([], known()[-1]._asdict(), "(the newest known release)"),
+        (
+            ["--with", "torch=2.11"],
+            {"torch": "2.11", "cuda": "13.0", "cudnn": "9.19.0"},
+            "cudnn 9.19.0 (what its",
+        ),
+        (
+            ["--with", "torch=2.11", "--with", "cudnn=9.26"],
+            {"torch": "2.11", "cuda": "13.0", "cudnn": "9.26"},
+            "cuda 13.0 (",
+        ),
+        (["--with", "torch=2.11+cu128"], {"torch": "2.11+cu128"}, "nothing about cuda and cudnn, because"),
+        (["--with", "torch=2.99"], {"torch": "2.99"}, "no default wheel of torch 2.99 is listed"),
+        (["--without", "torch"], {}, ""),
+        (["--without", "cudnn"], {"torch": known()[-1].torch, "cuda": known()[-1].cuda}, "torch"),
+    ],
+)
+def test_what_was_not_said_about_a_machine_is_assumed_aloud(words, versions, said, capsys) -> None:
+    decision, _, err = explained(capsys, CALL, "--arch", "sm_90", *words)
+    assert decision.host.versions == versions
+    assert said in " ".join(err.split())
+    assert err.startswith("assumed") is bool(said)
+    main(["explain", CALL, "--arch", "sm_90", *words])
+    assert ("\nassumed" in capsys.readouterr().out) is bool(said)
+
+
+def test_a_cpu_has_no_cuda(capsys) -> None:
+    decision, _, _ = explained(capsys, "fp32 b1 hq1 sq64 d64", "--arch", "cpu")
+    assert set(decision.host.versions) == {"torch"}
+
+
+def test_the_newest_release_is_the_one_with_the_highest_version() -> None:
+    assert known()[-1].torch == max((c.torch for c in known()), key=lambda t: [int(n) for n in t.split(".")])
+    assert companions_of("2.11.0") == ("2.11.0", "13.0", "9.19.0")
+    assert companions_of("2.11") == companions_of("2.11.0")
+    assert companions_of("3.0") is None
+
+
+def test_without_torch_the_question_about_this_machine_is_one_sentence(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "attnroute.probes.torch_host", None)
+    monkeypatch.setattr("attnroute.cli._host.import_module", _no_torch)
+    assert main(["explain", CALL]) == ArgumentError.exit_code
+    assert "name a machine with --arch or --host, or install torch" in capsys.readouterr().err
+
+
+def _no_torch(name):
+    raise ModuleNotFoundError(name, name="torch")
+
+
+def test_the_environment_steers_an_explanation_and_is_named(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("ATTNROUTE_BACKENDS", "-cudnn")
+    settings.reload()
+    try:
+        main(["explain", CALL, "--arch", "sm_90"])
+    finally:
+        monkeypatch.undo()
+        settings.reload()
+    assert "banned by ATTNROUTE_BACKENDS=-cudnn" in capsys.readouterr().out
+
+
+def test_a_malformed_table_is_exit_code_5(monkeypatch, capsys, tmp_path) -> None:
+    (tmp_path / "sm_90").mkdir()
+    (tmp_path / "sm_90" / "cudnn.toml").write_text('[[rule]]\nname = "Bad Name"\n', encoding="utf-8")
+    monkeypatch.setenv("ATTNROUTE_TABLES", str(tmp_path))
+    settings.reload()
+    try:
+        code = main(["explain", CALL, "--arch", "sm_90"])
+    finally:
+        monkeypatch.undo()
+        settings.reload()
+    assert code == 5
+    assert "sm_90/cudnn.toml: rule Bad Name: name:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["explain", CALL, "--arch", "sm_90"], ["explain", CALL, "--host", "HOST"], ["rule", "any/cudnn/dtype"]],
+)
+def test_neither_torch_nor_rich_is_loaded_for_text_about_another_machine(words, host_file) -> None:
+    words = [host_file if word == "HOST" else word for word in words]
+    code = f"import sys; from attnroute.cli import main; main({words!r}); print('loaded', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert loaded[0] == "loaded"
+    assert set(loaded) & {"torch", "rich", "numpy", "transformers"} == set()
+    assert "attnroute.tables.load" in loaded
+
+
+def test_the_module_runs_and_its_exit_code_reaches_the_shell() -> None:
+    words = ["explain", CALL, "function", "--arch", "sm_90"]
+    done = subprocess.run(
+        [sys.executable, "-m", "attnroute", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 4
+    assert done.stdout.startswith("selected   none: ")
+    assert done.stderr == ""
