@@ -118,13 +118,12 @@ WORDS: Final[dict[str, tuple[str, ...]]] = {
     "transform": ("none", *get_args(Transform)),
     "distributed": ("none", *get_args(Distributed)),
 }
-"""The fields whose value is a word, with every word that it can be. All others are numbers or true and false."""
+"""The fields whose value is a word, with every word that it can be. All others are numbers or bools."""
 
 
 def facts_of(call: Call) -> Facts:
     """Compute every field of `FACTS` for one call."""
-    facts = {**_sizes(call), **_mask(call), **_additive(call), **_rest(call)}
-    return facts
+    return {**_sizes(call), **_mask(call), **_additive(call), **_rest(call)}
 
 
 def _length(call: Call, name: str) -> int | Varies:
@@ -214,7 +213,7 @@ def _additive(call: Call) -> Facts:
         "mask_last_dim_contiguous": all(t.last_dim_contiguous for t in tensors),
         "mask_aligned": all(t.aligned for t in tensors),
         "mask_rank_2_or_4": all(len(t.shape) in (2, 4) for t in tensors),
-        "mask_has_query_dim": any(len(t.shape) >= 2 and t.shape[-2] > 1 for t in tensors),  # noqa: PLR2004
+        "mask_has_query_dim": any(len(t.shape) >= 2 and t.shape[-2] > 1 for t in tensors),
         "dense_bias": bias is not None,
         "bias_is_query_dtype": bias is None or bias.dtype == call.dtype,
         "bias_requires_grad": grad,

@@ -1,4 +1,4 @@
-"""The machine as plain data. `attnroute.probes` fills it in; a JSON file or flags do it for other machines."""
+"""The machine as plain data. `attnroute.probes` fills it in; a JSON file or flags do so for others."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import attnroute
+from attnroute.cli import main
 from attnroute.tables.load import load
 from attnroute.tables.schema import BackendTable
 
@@ -29,6 +31,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 # The distribution is torch-attnroute; pip given the bare import name would fetch a stranger's package.
 INSTALLS_BARE_NAME = re.compile(r"pip3? +install[^\n`&;|#]*(?<![\w/.-])attnroute(?![\w/-])")
+
+SHOWN_COMMAND = re.compile(r"^```\n\$ attnroute (.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 
 def name_of(path: Path) -> str:
@@ -139,6 +143,15 @@ def test_rules_named_on_pages_exist() -> None:
     named = {rule for page in PAGES for rule in pattern.findall(page.read_text(encoding="utf-8"))}
     assert named
     assert named - {row.id for row in load().all_rows()} == set()
+
+
+def test_explanations_shown_on_pages_are_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = [block for page in PAGES for block in SHOWN_COMMAND.findall(page.read_text(encoding="utf-8"))]
+    assert shown
+    for block in shown:
+        command, _, output = block.partition("\n")
+        main(shlex.split(command))
+        assert capsys.readouterr().out == output
 
 
 def test_the_version_is_written_once() -> None:

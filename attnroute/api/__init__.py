@@ -85,7 +85,8 @@ def attention(
         cu_seqlens_kv: Refused: pass `masks.Documents`.
         max_seqlen_q: Refused: pass `masks.Documents`.
         max_seqlen_kv: Refused: pass `masks.Documents`.
-        deterministic: Only deterministic algorithms; None = as torch.use_deterministic_algorithms says.
+        deterministic: Only deterministic algorithms; None = as torch.use_deterministic_algorithms says. Where
+            gradients are asked for True needs that switch on: the backward of torch's kernels reads only it.
         return_lse: Also return the log-sum-exp.
         backend: The only backend that may run this call.
         prefer: One or more backends to try first.
@@ -126,8 +127,15 @@ def attention(
         return_lse,
     )
     policy = current() if backend is None and prefer is None else _call_policy(backend, prefer)
-    where = route_key(args, policy)
-    route = routes.lookup(where) or routes.make(args, policy, where)
+    try:
+        where = route_key(args, policy)
+        route = routes.lookup(where)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        # What no key can be made of is malformed, and the checks say which argument and how.
+        routes.decision_of(args, policy)
+        raise error from None
+    if route is None:
+        route = routes.make(args, policy, where)
     out, lse = routes.execute(route, args)
     if not return_lse:
         return out

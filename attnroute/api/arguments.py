@@ -12,6 +12,7 @@ from attnroute.masks.nodes import Dense, Extent, Mask
 from attnroute.masks.tensors import LOOK_THRESHOLD, look_into, tensor_key
 from attnroute.policy import Policy
 
+DEVICES = ("cpu", "cuda")
 _ALIGNMENT_BITS = 15
 
 
@@ -36,23 +37,28 @@ def collect(
     """Fill in what surrounds the call: autocast, gradients, determinism, transforms.
 
     Raises:
-        ArgumentError: query, key or value is no tensor.
+        ArgumentError: query, key or value is no tensor, or lies on a device that no backend knows.
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         raise _not_a_tensor(query, key, value)
+    if query.device.type not in DEVICES:
+        to_do = "move query, key and value to one of them"
+        raise argument_error("query", f"a device among {', '.join(DEVICES)}", query.device, to_do)
     if torch.is_autocast_enabled(query.device.type):
         query, key, value, mask, bias = _autocast(query, key, value, mask, bias)
-    if deterministic is None:
-        deterministic = (
-            torch.are_deterministic_algorithms_enabled()
-            and not torch.is_deterministic_algorithms_warn_only_enabled()
-        )
+    strictly = (
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     training = torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
         or value.requires_grad
         or any(isinstance(t, Tensor) and t.requires_grad for t in (mask, bias, sink, alibi_slopes))
     )
+    if deterministic is None:
+        deterministic = strictly
+    elif deterministic and training and not strictly:
+        raise _not_deterministic()
     return Arguments(
         query,
         key,
@@ -152,6 +158,12 @@ def _seen(mask: Tensor, args: Arguments, policy: Policy) -> object:
     if seqlen_q * seqlen_kv < LOOK_THRESHOLD:
         return None
     return look_into(mask, Extent(0, 0, seqlen_q, seqlen_kv, mask.device))
+
+
+def _not_deterministic() -> ArgumentError:
+    """The backward of torch's kernels reads torch's own switch and nothing else."""
+    required = "torch.use_deterministic_algorithms(True) where gradients are asked for"
+    return argument_error("deterministic", required, "that switch off or warn_only", "switch it on, or pass None")
 
 
 def _not_a_tensor(query: object, key: object, value: object) -> ArgumentError:

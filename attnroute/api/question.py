@@ -86,6 +86,7 @@ def call_of(args: Arguments, extent: Extent, mask: Mask | None, *, look: bool) -
         look: Dense bool masks may be looked into.
     """
     heads_at = 1 if args.layout == "bhsd" else 2
+    bias = _bias(args, bias_of(args))
     return Call(
         dtype=dtype_word(args.query.dtype),
         batch=extent.batch,
@@ -98,14 +99,14 @@ def call_of(args: Arguments, extent: Extent, mask: Mask | None, *, look: bool) -
         layout=cast("Layout", args.layout),
         phase="training" if args.training else "inference",
         mask=_nodes(mask, extent, look=look),
-        bias=_bias(args, bias_of(args)),
+        bias=bias,
         scale=scale_sign(args.scale),
         softcap=float(args.softcap),
         sink=args.sink is not None,
         dropout_p=float(args.dropout_p),
         deterministic=args.deterministic,
         return_lse=args.return_lse,
-        qkv_requires_grad=any(t.requires_grad for t in (args.query, args.key, args.value)),
+        qkv_requires_grad=_trains_inputs(args, bias),
         strides=_strides(args, heads_at),
         context=Context(transform=cast("Transform | None", args.transform)),
     )
@@ -148,6 +149,13 @@ def _bias(args: Arguments, bias: Tensor | None) -> Bias | None:
         last_dim_contiguous=full.stride(-1) == 1,
         aligned=args.transform is not None or is_aligned(full),
     )
+
+
+def _trains_inputs(args: Arguments, bias: Bias | None) -> bool | None:
+    """Whether query, key or value train; only a bias that trains makes it matter."""
+    if not (args.training and isinstance(bias, DenseBias) and bias.requires_grad):
+        return None
+    return any(t.requires_grad for t in (args.query, args.key, args.value))
 
 
 def _strides(args: Arguments, heads_at: int) -> Strides:

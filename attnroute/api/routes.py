@@ -98,7 +98,8 @@ def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Dec
     extent = extent_of(args)
     check_extras(args, extent)
     mask = mask_of(args)
-    call = call_of(args, extent, mask, look=policy.recognize)
+    # The key of a call inside a transform does not hold what a look would find.
+    call = call_of(args, extent, mask, look=policy.recognize and args.transform is None)
     host = host_of(args.query.device.type, args.query.device.index)
     return decide(call, host, load(policy.tables), policy, advise=advise)
 
@@ -175,6 +176,8 @@ def _lowered(parts: tuple[Mask, ...], extent: Extent) -> LoweredMask:
 def _simplified(lowered: LoweredMask, extent: Extent) -> LoweredMask:
     """Open the sides of the band that rule nothing out, as `masks.normalize` does for the decision."""
     low, high = lowered.band_lo, lowered.band_hi
+    if 0 in (extent.seqlen_q, extent.seqlen_kv):
+        low = high = None
     if low is not None and low <= -(extent.seqlen_q - 1):
         low = None
     if high is not None and high >= extent.seqlen_kv - 1:

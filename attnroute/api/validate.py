@@ -59,10 +59,9 @@ def check_extras(args: Arguments, extent: Extent) -> None:
         _check_vector("sink", args.sink, args, [(heads,)])
     if args.alibi_slopes is not None:
         _check_vector("alibi_slopes", args.alibi_slopes, args, [(heads,), (extent.batch, heads)])
-        if args.bias is not None:
-            raise argument_error(
-                "alibi_slopes", "no bias beside it", "both", "add the ALiBi term to the bias yourself"
-            )
+        if args.bias is not None or (isinstance(args.mask, Tensor) and args.mask.dtype != torch.bool):
+            to_do = "add the ALiBi term to the bias yourself"
+            raise argument_error("alibi_slopes", "no bias and no float mask beside it", "both", to_do)
 
 
 def _check_tensor(name: str, tensor: object) -> None:
@@ -103,7 +102,9 @@ def _check_shapes(args: Arguments) -> None:
     if min(query[3], value[3]) == 0:
         raise argument_error("query and value", "a head_dim of at least 1", f"{query[3]} and {value[3]}", "check them")
     heads_q, heads_kv = query[heads_at], key[heads_at]
-    if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
+    if heads_q == 0:
+        raise argument_error("query", "at least one head", heads_q, "check that layout is right")
+    if heads_kv == 0 or heads_q % heads_kv:
         raise argument_error(
             "query",
             f"a number of heads that key's {heads_kv} heads divide",
@@ -133,6 +134,8 @@ def _check_causal(args: Arguments, extent: Extent) -> None:
             repr(args.causal_alignment),
             "state which corner the diagonal ends in",
         )
+    if args.window is not None:
+        _check_window(args.window)
     uses_diagonal = args.is_causal or args.window is not None
     if uses_diagonal and args.causal_alignment is None and extent.seqlen_q != extent.seqlen_kv:
         raise argument_error(
@@ -141,6 +144,13 @@ def _check_causal(args: Arguments, extent: Extent) -> None:
             f"None with seqlen_q = {extent.seqlen_q} and seqlen_kv = {extent.seqlen_kv}",
             "state it",
         )
+
+
+def _check_window(window: object) -> None:
+    fits = isinstance(window, tuple) and len(window) == 2
+    if not (fits and all(side is None or (isinstance(side, int) and side >= 0) for side in window)):
+        to_do = "pass (W - 1, 0) for a sliding window of W keys"
+        raise argument_error("window", "a tuple (left, right) of counts of at least 0 or None", repr(window), to_do)
 
 
 def _check_mask(args: Arguments, extent: Extent) -> None:
@@ -166,8 +176,6 @@ def _check_mask(args: Arguments, extent: Extent) -> None:
 def _check_mask_devices(mask: Mask, args: Arguments) -> None:
     for node in mask.nodes:
         tensor = getattr(node, "tensor", None)
-        if tensor is not None and tensor.dtype != torch.bool:
-            raise argument_error("mask Dense", "a bool tensor", tensor.dtype, "pass a float tensor as bias")
         if tensor is not None and tensor.device != args.query.device:
             raise argument_error("mask", f"query's device ({args.query.device})", tensor.device, "move it there")
 

@@ -12,8 +12,12 @@ from attnroute.errors import ArgumentError
 from attnroute.line import WORDS, parse
 from attnroute.vocabulary import DTYPE_SHORT
 
-_SWITCHES: Final = {"train": "training", "sink": "a sink per head", "lse": "the log-sum-exp is returned"}
-_SWITCHES_MORE: Final = {"deterministic": "only deterministic kernels"}
+_SWITCHES: Final = {
+    "train": "training",
+    "sink": "a sink per head",
+    "lse": "the log-sum-exp is returned",
+    "deterministic": "only deterministic kernels",
+}
 _VALUED: Final = {
     "softcap": "cap on the scores",
     "dropout": "dropout probability",
@@ -36,7 +40,7 @@ def add_call(parser: Parser) -> None:
     group.add_argument("--mask", help="mask words joined by commas, like causal,window=4096")
     for name, does in _VALUED.items():
         group.add_argument(f"--{name}", help=does)
-    for name, does in (_SWITCHES | _SWITCHES_MORE).items():
+    for name, does in _SWITCHES.items():
         group.add_argument(f"--{name}", action="store_true", help=does)
 
 
@@ -51,7 +55,7 @@ def call_of(args: argparse.Namespace) -> Call:
     words += _sizes(args.q, args.kv)
     words += _mask_words(args.mask) if args.mask else []
     words += [f"{name}={value}" for name in _VALUED if (value := getattr(args, name)) is not None]
-    words += [name for name in _SWITCHES | _SWITCHES_MORE if getattr(args, name)]
+    words += [name for name in _SWITCHES if getattr(args, name)]
     return parse(" ".join(words))
 
 

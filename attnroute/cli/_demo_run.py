@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest error relative to the largest true value: a few roundings of the dtype."""
 _MARK: Final = "profiler::_record_function_enter_new"
-_BLOCK: Final = 512
+_BLOCK: Final = 128
 _REPEATS: Final = {"cpu": 5, "cuda": 20}
 
 

@@ -157,5 +157,6 @@ def _exclusion(backend: str, status: Status, policy: Policy) -> Exclusion | None
     if policy.strict and backend in SLOW_TIER:
         return Exclusion(reason="strict", origin=policy.origin_of("strict"))
     if status == "unknown" and (policy.strict or not policy.allow_unknown):
-        return Exclusion(reason="unknown", origin=policy.origin_of("allow_unknown"))
+        setting = "strict" if policy.strict else "allow_unknown"
+        return Exclusion(reason="unknown", origin=policy.origin_of(setting))
     return None

@@ -116,10 +116,10 @@ def _row(row: RuleRow, call: Call, facts: Facts, host: Host, info: BackendInfo) 
     applies = _applies(rule, call, facts, host, info)
     outcome: Outcome = "not_applicable"
     got = ""
-    if applies == "unknown":
-        outcome = "unknown"
-    elif applies in ("true", "varies"):
+    if applies != "false":
         outcome = _outcome(rule.requires, facts)
+    if applies == "unknown" and outcome != "pass":
+        outcome = "unknown"
     if outcome in ("fail", "unknown"):
         got = _got(rule, facts, host)
     return Finding(

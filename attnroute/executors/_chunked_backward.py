@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,20 +91,26 @@ class _Backward:
         """Compute the gradients of one chunk."""
         call, wanted = self._call, self._wanted
         rows = ChunkRows(call.shape, call.plan.block_q, chunk, self._stats)
-        query, grad_out = call.heads(call.query, chunk), call.heads(self._grad_out, chunk)
         key, value = call.keys(call.key, chunk), call.keys(call.value, chunk)
         pass_ = _ChunkPass(
             key=key,
-            value=value,
+            key_t=key.transpose(1, 2),
+            value_t=value.transpose(1, 2),
             grad_key=torch.zeros_like(key, dtype=call.score_dtype) if wanted.key else None,
             grad_value=torch.zeros_like(value, dtype=call.score_dtype) if wanted.value else None,
         )
-        for block in call.plan.blocks:
-            operands = call.rows(query, block), call.rows(grad_out, block)
-            grad_query = self._run_block(chunk, block, pass_, *operands, rows.block(block))
-            if self._query is not None:
-                target = call.heads(self._query, chunk)[:, :, :, block.i0 : block.i1]
-                target.copy_(grad_query.view(target.shape)) if grad_query is not None else target.zero_()
+        full = (call.query, self._grad_out, self._query)
+        by_block = [
+            (None,) * len(call.plan.blocks) if t is None else call.by_block(call.heads(t, chunk))
+            for t in full
+        ]
+        parts = zip(call.plan.blocks, *by_block, rows.blocks(call.plan.blocks), strict=True)
+        for block, query, grad_out, target, stats in parts:
+            grad_query = self._run_block(chunk, block, pass_, call.rows(query), call.rows(grad_out), stats)
+            if target is not None and grad_query is not None:
+                target.copy_(grad_query.view(target.shape))
+            elif target is not None:
+                target.zero_()
         for full, part in ((self._key, pass_.grad_key), (self._value, pass_.grad_value)):
             if full is not None and part is not None:
                 target = full[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1]
@@ -130,13 +136,13 @@ class _Backward:
             probs, grad_scores = self._run_tile(chunk, block, (j0, j1), pass_, query, grad_out, stats)
             scale, keep_scale = call.spec.scale, call.spec.keep_scale
             if pass_.grad_value is not None:
-                target = pass_.grad_value[:, j0:j1]
+                target = pass_.grad_value.narrow(1, j0, j1 - j0)
                 matmul_into(target, probs.transpose(1, 2), grad_out, alpha=keep_scale, accumulate=True)
             if pass_.grad_key is not None:
-                target = pass_.grad_key[:, j0:j1]
+                target = pass_.grad_key.narrow(1, j0, j1 - j0)
                 matmul_into(target, grad_scores.transpose(1, 2), query, alpha=scale, accumulate=True)
             if grad_query is not None:
-                key = pass_.key[:, j0:j1]
+                key = pass_.key.narrow(1, j0, j1 - j0)
                 matmul_into(grad_query, grad_scores, key, alpha=scale, accumulate=number > 0)
         return grad_query
 
@@ -155,8 +161,8 @@ class _Backward:
         tile = self._tiles.tile(chunk, block, j0, j1)
         scores = buffers.scores("scores", *query.shape[:2], j1 - j0)
         grad_probs = buffers.scores("grad_probs", *scores.shape)
-        matmul_into(scores, query, pass_.key[:, j0:j1].transpose(1, 2), alpha=call.spec.scale)
-        matmul_into(grad_probs, grad_out, pass_.value[:, j0:j1].transpose(1, 2))
+        matmul_into(scores, query, pass_.key_t.narrow(2, j0, j1 - j0), alpha=call.spec.scale)
+        matmul_into(grad_probs, grad_out, pass_.value_t.narrow(2, j0, j1 - j0))
         probs = buffers.operand("probs", scores)
         grad_scores = buffers.operand("grad_scores", grad_probs)
         keep_bias_grad = self._bias is not None or self._slopes is not None
@@ -190,10 +196,11 @@ class _Backward:
 
 
 class _ChunkPass(NamedTuple):
-    """Keys and values of one chunk, (units, seqlen_kv, dim), and what their gradients add up to."""
+    """Keys and values of one chunk, (units, seqlen_kv, dim) or transposed, and their gradients' sums."""
 
     key: Tensor
-    value: Tensor
+    key_t: Tensor
+    value_t: Tensor
     grad_key: Tensor | None
     grad_value: Tensor | None
 

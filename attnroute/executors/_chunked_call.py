@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnroute.executors import _chunked_eager
-from attnroute.executors._chunked_plan import Block, Chunk, Geometry, Plan, make_plan
+from attnroute.executors._chunked_plan import Chunk, Geometry, Plan, make_plan
 from attnroute.executors._chunked_tile import Extras, Spec, TileSource
 
 if TYPE_CHECKING:
@@ -122,11 +122,14 @@ class Call:
         grouped = tensor.unflatten(1, (self.shape.heads_kv, self.shape.group))
         return grouped[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1]
 
-    def rows(self, heads: Tensor, block: Block) -> Tensor:
-        """Return a block of what `heads` gave, (..., seqlen_q, dim), as (units, group * queries, dim)."""
-        part = heads[:, :, :, block.i0 : block.i1]
-        batch, heads_kv, group, queries, dim = part.shape
-        return _unit_stride(part.to(self.operand_dtype).reshape(batch * heads_kv, group * queries, dim))
+    def by_block(self, heads: Tensor) -> tuple[Tensor, ...]:
+        """Return the blocks of what `heads` gave, (batch rows, key heads, group, queries, dim) each."""
+        return heads.split(self.plan.block_q, 3)
+
+    def rows(self, block: Tensor) -> Tensor:
+        """Return what `by_block` gave as a matmul operand, (units, group * queries, dim)."""
+        batch, heads_kv, group, queries, dim = block.shape
+        return _unit_stride(block.to(self.operand_dtype).reshape(batch * heads_kv, group * queries, dim))
 
     def keys(self, tensor: Tensor, chunk: Chunk) -> Tensor:
         """Return a chunk of a (batch, num_heads_kv, seqlen_kv, dim) tensor as (units, seqlen_kv, dim)."""
@@ -140,34 +143,36 @@ class Buffers:
     def __init__(self, call: Call) -> None:
         """Note sizes; memory is taken when a tile first asks for it."""
         self._call = call
+        self._rows = max((chunk.units for chunk in call.plan.chunks), default=0) * call.block_rows
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._units = max((chunk.units for chunk in call.plan.chunks), default=0)
+        self._views: dict[tuple[object, ...], Tensor] = {}
 
     def scores(self, name: str, units: int, rows: int, keys: int) -> Tensor:
-        """Return a (units, rows, keys) buffer in the dtype of the scores."""
-        return self._tile(name, self._call.score_dtype, units, rows, keys)
+        """Return a (units, rows, keys) buffer in the dtype of the scores, its rows aligned."""
+        widest = _aligned(self._call.plan.tile_keys)
+        return self._view(name, self._call.score_dtype, widest, (units, rows, keys), _aligned(keys))
 
     def operand(self, name: str, scores: Tensor) -> Tensor:
         """Return a buffer for a matmul operand of the shape of `scores`, or `scores` if the dtypes agree."""
         dtype = self._call.operand_dtype
-        return scores if dtype == scores.dtype else self._tile(name, dtype, *scores.shape)
+        if dtype == scores.dtype:
+            return scores
+        widest = _aligned(self._call.plan.tile_keys)
+        return self._view(name, dtype, widest, tuple(scores.shape), scores.stride(1))
 
     def rows(self, name: str, dtype: torch.dtype, units: int, rows: int, dim: int) -> Tensor:
         """Return a (units, rows, dim) buffer."""
-        flat = self._take(name, dtype, self._units * self._call.block_rows * dim)
-        return flat[: units * rows * dim].view(units, rows, dim)
+        return self._view(name, dtype, dim, (units, rows, dim), dim)
 
-    def _tile(self, name: str, dtype: torch.dtype, units: int, rows: int, keys: int) -> Tensor:
-        stride = _aligned(keys)
-        widest = _aligned(self._call.plan.tile_keys)
-        flat = self._take(name, dtype, self._units * self._call.block_rows * widest)
-        return flat[: units * rows * stride].view(units, rows, stride)[..., :keys]
-
-    def _take(self, name: str, dtype: torch.dtype, elements: int) -> Tensor:
-        flat = self._flat.get((name, dtype))
-        if flat is None:
-            flat = self._flat[name, dtype] = self._call.query.new_empty(elements, dtype=dtype)
-        return flat
+    def _view(self, name: str, dtype: torch.dtype, widest: int, size: tuple[int, ...], stride: int) -> Tensor:
+        place = (name, dtype, size)
+        view = self._views.get(place)
+        if view is None:
+            flat = self._flat.get((name, dtype))
+            if flat is None:
+                flat = self._flat[name, dtype] = self._call.query.new_empty(self._rows * widest, dtype=dtype)
+            view = self._views[place] = flat.as_strided(size, (size[1] * stride, stride, 1))
+        return view
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, accumulate: bool = False) -> None:

@@ -6,10 +6,10 @@ they are given, which may be the buffer of the scores itself where the dtypes ag
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attnroute.executors._chunked_tile import Tile
@@ -28,7 +28,8 @@ def softmax_tile(
         probs: Same shape, in the matmul's dtype; receives exp(score - new row maximum), dropped where
             dropout says so. May be `scores`.
         row_max: (units, rows), largest score so far; updated.
-        row_sum: (units, rows), sum of exp(score - row_max) so far; updated.
+        row_sum: (units, rows), sum of exp(score - row_max) so far; updated. It is at least 1 in a row with a
+            key, whose largest score adds 1, and set to 0.5 in a row without, so that it can divide.
         rescale: (units, rows), receives what earlier sums must be multiplied with; None for a first tile.
     """
     adjust_scores(tile, scores)
@@ -36,7 +37,7 @@ def softmax_tile(
     shift = finite_shift(new_max)
     scores.sub_(shift[..., None]).exp_()
     factor = torch.exp(row_max - shift)
-    row_sum.mul_(factor).add_(scores.sum(-1))
+    row_sum.mul_(factor).add_(scores.sum(-1)).clamp_(min=0.5)
     row_max.copy_(new_max)
     if rescale is not None:
         rescale.copy_(factor)

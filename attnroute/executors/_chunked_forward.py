@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from attnroute.executors._chunked_call import Buffers, Call, Saved, matmul_into
 from attnroute.executors._chunked_eager import finite_shift
 from attnroute.executors._chunked_rows import ChunkRows
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attnroute.executors._chunked_plan import Block, Chunk
@@ -24,12 +25,12 @@ def run_forward(call: Call) -> Saved:
     for chunk in call.plan.chunks:
         forward.run_chunk(chunk)
     row_max, row_sum = stats
-    log_sum = row_sum.log().masked_fill_(row_sum == 0, float("inf"))
+    log_sum = row_sum.log().masked_fill_(row_max == NEG_INF, float("inf"))
     return Saved(out, finite_shift(row_max), log_sum)
 
 
 def _start(call: Call) -> Tensor:
-    """Return row maxima and sums before any key, (2, batch, num_heads_q, seqlen_q): those of the sink, if any."""
+    """Return row maxima and sums before any key: (2, batch, num_heads_q, seqlen_q), those of a sink."""
     stats = call.query.new_zeros(2, *call.query.shape[:3], dtype=call.score_dtype)
     if call.extras.sink is None:
         stats[0].fill_(NEG_INF)
@@ -50,18 +51,15 @@ class _Forward:
         """Fill in output and statistics of one chunk."""
         call = self._call
         rows = ChunkRows(call.shape, call.plan.block_q, chunk, self._stats)
-        query, out = call.heads(call.query, chunk), call.heads(self._out, chunk)
-        key, value = call.keys(call.key, chunk), call.keys(call.value, chunk)
-        for block in call.plan.blocks:
-            target = out[:, :, :, block.i0 : block.i1]
+        queries, outs = (call.by_block(call.heads(t, chunk)) for t in (call.query, self._out))
+        key, value = call.keys(call.key, chunk).transpose(1, 2), call.keys(call.value, chunk)
+        parts = zip(call.plan.blocks, queries, outs, rows.blocks(call.plan.blocks), strict=True)
+        for block, query, out, (row_max, row_sum) in parts:
             if block.keys:
-                row_max, row_sum = rows.block(block)
-                total = self._attend(chunk, block, call.rows(query, block), key, value, row_max, row_sum)
-                # A row that has a key holds its own maximum, so only the sum of an empty row is below 1.
-                divisor = row_sum.clamp(min=0.5).view(*target.shape[:4], 1)
-                torch.div(total.view(target.shape), divisor, out=target)
+                total = self._attend(chunk, block, call.rows(query), key, value, row_max, row_sum)
+                torch.div(total.view(out.shape), row_sum.view(*out.shape[:4], 1), out=out)
             else:
-                target.zero_()
+                out.zero_()
         rows.store()
 
     def _attend(
@@ -74,18 +72,23 @@ class _Forward:
         row_max: Tensor,
         row_sum: Tensor,
     ) -> Tensor:
-        """Return the weighted sums of values of one block, not yet divided by the sums of the weights."""
+        """Return the weighted sums of values of one block, not yet divided by the sums of the weights.
+
+        `key` is (units, head_dim_qk, seqlen_kv), `value` (units, seqlen_kv, head_dim_v).
+        """
         call, buffers = self._call, self._buffers
         units, rows, _ = query.shape
         total = buffers.rows("total", call.score_dtype, units, rows, value.shape[2])
         for number, (j0, j1) in enumerate(block.keys):
             tile = self._tiles.tile(chunk, block, j0, j1)
             scores = buffers.scores("scores", units, rows, j1 - j0)
-            matmul_into(scores, query, key[:, j0:j1].transpose(1, 2), alpha=call.spec.scale)
+            matmul_into(scores, query, key.narrow(2, j0, j1 - j0), alpha=call.spec.scale)
             probs = buffers.operand("probs", scores)
             rescale = torch.empty_like(row_max) if number else None
             call.steps.softmax_tile(tile, scores, probs, row_max, row_sum, rescale)
             if rescale is not None:
                 total.mul_(rescale[..., None])
-            matmul_into(total, probs, value[:, j0:j1], alpha=call.spec.keep_scale, accumulate=number > 0)
+            matmul_into(
+                total, probs, value.narrow(1, j0, j1 - j0), alpha=call.spec.keep_scale, accumulate=number > 0
+            )
         return total

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SCORE_ELEMENTS = 16 * 2**20
-"""Most scores held at once: 64 MiB of float32, at most three times that with what is derived from them."""
+SCORE_ELEMENTS = 32 * 2**20
+"""Most scores held at once: 128 MiB of float32, at most three times that with what is derived from them."""
 
-ROWS_PER_MATMUL = 1024
-"""Query rows (block_q times the query heads that share a key head) that the default block_q aims at."""
+BLOCK_Q = 512
+"""Queries per block where the caller names no number."""
 
-MIN_BLOCK_Q = 64
-MAX_BLOCK_Q = 1024
 KEY_ALIGN = 64
 """Key ranges are widened to multiples of this, so that matmul operands stay aligned under any window."""
 
@@ -124,9 +122,9 @@ def make_plan(shape: Geometry, limits: Limits, block_q: int | None = None) -> Pl
     Args:
         shape: Sizes of the call.
         limits: The band and the documents.
-        block_q: Queries per block; None aims at `ROWS_PER_MATMUL` rows.
+        block_q: Queries per block; None takes `BLOCK_Q`.
     """
-    size = min(block_q or default_block_q(shape.group), max(shape.seqlen_q, 1))
+    size = min(block_q or BLOCK_Q, max(shape.seqlen_q, 1))
     rows = size * shape.group
     block_k = max(SCORE_ELEMENTS // rows // KEY_ALIGN, 1) * KEY_ALIGN
     blocks = tuple(_blocks(shape, limits, size, block_k))
@@ -134,16 +132,11 @@ def make_plan(shape: Geometry, limits: Limits, block_q: int | None = None) -> Pl
     return Plan(tuple(_chunks(shape, max(SCORE_ELEMENTS // (rows * widest), 1))), blocks, size)
 
 
-def default_block_q(group: int) -> int:
-    """Return the block_q that gives about `ROWS_PER_MATMUL` rows, a multiple of `MIN_BLOCK_Q`."""
-    size = ROWS_PER_MATMUL // group // MIN_BLOCK_Q * MIN_BLOCK_Q
-    return min(max(size, MIN_BLOCK_Q), MAX_BLOCK_Q)
-
-
 def _blocks(shape: Geometry, limits: Limits, size: int, block_k: int) -> Iterator[Block]:
-    for i0 in range(0, shape.seqlen_q, size):
+    """Yield the blocks in order; without queries, one that is empty."""
+    for i0 in range(0, max(shape.seqlen_q, 1), size):
         i1 = min(i0 + size, shape.seqlen_q)
-        j0, j1 = limits.key_range(i0, i1, shape.seqlen_kv)
+        j0, j1 = limits.key_range(i0, i1, shape.seqlen_kv) if i0 < i1 else (0, 0)
         if j0 < j1:
             j0, j1 = j0 // KEY_ALIGN * KEY_ALIGN, min(-(-j1 // KEY_ALIGN) * KEY_ALIGN, shape.seqlen_kv)
         yield Block(i0, i1, tuple((j, min(j + block_k, j1)) for j in range(j0, j1, block_k)))

@@ -1,19 +1,19 @@
 """Row statistics in block order, so that each block's are one contiguous (units, rows) view.
 
-Between directions they are kept as (..., batch, num_heads_q, seqlen_q). A chunk's are brought into block order
-at once, which costs two copies instead of several small ones per block.
+Between directions they are kept as (count, batch, num_heads_q, seqlen_q). A chunk's are brought into block
+order at once, which costs two copies instead of several small ones per block.
 """
 
 from __future__ import annotations
 
-
-
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnroute.executors._chunked_plan import Block, Chunk, Geometry
-    from torch import Tensor
     from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from attnroute.executors._chunked_plan import Block, Chunk, Geometry
 
 
 class ChunkRows:
@@ -35,11 +35,12 @@ class ChunkRows:
         for blocks, natural_part in self._pairs():
             blocks.copy_(natural_part)
 
-    def block(self, block: Block) -> tuple[Tensor, ...]:
-        """Return one (units, rows) view per statistic; writing to it changes what `store` writes back."""
-        per_query = self._units * self._group
-        part = self._flat[:, per_query * block.i0 : per_query * block.i1]
-        return part.view(part.shape[0], self._units, -1).unbind(0)
+    def blocks(self, blocks: tuple[Block, ...]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield each block's statistics, (units, rows) each; `store` stores what is written to them."""
+        rows = [self._group * (block.i1 - block.i0) for block in blocks]
+        parts = self._flat.split([self._units * count for count in rows], 1)
+        for part, count in zip(parts, rows, strict=True):
+            yield part.view(part.shape[0], self._units, count).unbind(0)
 
     def store(self) -> None:
         """Write the statistics back to where they were read."""
@@ -47,7 +48,7 @@ class ChunkRows:
             natural_part.copy_(blocks)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield matching views of block order and natural order: of all whole blocks, and of a last short one."""
+        """Yield matching views of block order and natural order: of all whole blocks, then of a short one."""
         count, batch, heads, group, queries = self._natural.shape
         size = self._block_q
         whole = queries // size * size

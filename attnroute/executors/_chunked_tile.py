@@ -8,11 +8,10 @@ nothing that broadcasts is ever expanded.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attnroute.executors._chunked_plan import Block, Chunk, Geometry, Limits
@@ -57,8 +56,7 @@ class Extras:
     dense: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """One tile: queries [i0, i1) against keys [j0, j1) of a chunk, and what applies to its scores.
 
     Attributes:

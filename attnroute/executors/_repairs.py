@@ -38,7 +38,8 @@ def run_repaired(run: Run, inputs: Inputs, plan: Plan) -> Output:
             return _split(run, inputs, rest, axis)
     if inputs.scale is None and "pad_head_dim" in repairs:
         inputs.scale = inputs.query.shape[-1] ** -0.5
-    inputs.attn = _dense(inputs, repairs) if repairs & _DENSE else _undressed(inputs)
+    nothing = inputs.mask.is_full and inputs.bias is None
+    inputs.attn = _dense(inputs, repairs) if repairs & _DENSE and not nothing else _undressed(inputs)
     head_dim_v = inputs.value.shape[-1]
     _prepare_qkv(inputs, repairs)
     out, lse = run(inputs, plan)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from attnroute.api import attention
 from attnroute.errors import argument_error
@@ -46,12 +49,15 @@ HARMLESS = frozenset(
 )
 
 
-def attention_function(ignore: frozenset[str]) -> AttentionFunction:
-    """Return the function for transformers' registry; keyword arguments named in `ignore` count as harmless."""
+def attention_function(ignore: frozenset[str], *, eager_only: bool = False) -> AttentionFunction:
+    """Return the function for transformers' registry.
+
+    Args:
+        ignore: Keyword arguments that count as harmless, beside those known to be.
+        eager_only: Whether models that transformers runs with eager attention only are served.
+    """
     harmless = HARMLESS | ignore
 
-    # Tracing through a decision is not possible yet, so that a compiled model stops here and goes on behind.
-    @torch.compiler.disable
     def attnroute_attention_forward(
         module: torch.nn.Module,
         query: Tensor,
@@ -63,18 +69,43 @@ def attention_function(ignore: frozenset[str]) -> AttentionFunction:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        if not eager_only:
+            _refuse_eager_only(module)
         _refuse_unknown(kwargs, harmless)
         if is_causal is None:
             is_causal = bool(getattr(module, "is_causal", True))
         out = _attend(query, key, value, attention_mask, is_causal, kwargs, scale=scaling, dropout_p=dropout)
         return out.transpose(1, 2).contiguous(), None
 
-    return attnroute_attention_forward
+    # Tracing through a decision is not possible yet, so that a compiled model stops here and goes on behind.
+    outside: AttentionFunction = torch.compiler.disable(attnroute_attention_forward)
+    return outside
 
 
 _HONOURED = frozenset(
     {"softcap", "s_aux", "position_bias", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "deterministic"}
 )
+
+
+def _refuse_eager_only(module: torch.nn.Module) -> None:
+    kind = type(module)
+    if _is_eager_only(kind.__module__):
+        raise argument_error(
+            "attn_implementation",
+            "a model that transformers runs with another implementation than eager, too",
+            f"one with {kind.__name__}, which may compute with its masks as if they were float tensors",
+            'take "eager", or pass register(eager_only=True) after comparing results',
+        )
+
+
+@lru_cache(maxsize=512)
+def _is_eager_only(place: str) -> bool:
+    """Whether every model defined in an attention class's module says that it supports nothing else."""
+    home = vars(sys.modules[place]).values()
+    models = [m for m in home if isinstance(m, type) and issubclass(m, PreTrainedModel)]
+    models = [m for m in models if m.__module__ == place]
+    flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+    return bool(models) and not any(getattr(m, flag, False) for m in models for flag in flags)
 
 
 def _refuse_unknown(kwargs: Mapping[str, Any], harmless: frozenset[str]) -> None:
@@ -91,7 +122,7 @@ def _refuse_unknown(kwargs: Mapping[str, Any], harmless: frozenset[str]) -> None
                 f"keyword argument {name}",
                 "a meaning that this integration knows, because it may change what attention computes",
                 type(value).__name__,
-                f'pass register(ignore=["{name}"]) if it changes nothing, else use attn_implementation="eager"',
+                f'pass register(ignore=["{name}"]) if it changes nothing, else take "eager"',
             )
 
 
@@ -141,8 +172,9 @@ def _mask(
         mask, keys = _carried(given, query, key, window)
     elif given is None:
         mask = _unsaid(query.shape[2], key.shape[2], is_causal, window)
-    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
-        mask = with_cu_seqlens(mask, pattern, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"), query, key)
+    sums = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
+    if sums != (None, None):
+        mask = with_cu_seqlens(mask, pattern, *sums, query, key)
     return mask, keys
 
 
@@ -173,7 +205,7 @@ def _unsaid(seqlen_q: int, seqlen_kv: int, is_causal: bool, window: int | None) 
         if window is not None and seqlen_kv > window:
             raise argument_error(
                 "attention_mask",
-                f"a mask that contains the sliding window of {window}, because {seqlen_kv} keys reach beyond it",
+                f"a mask with the sliding window of {window}, beyond which {seqlen_kv} keys reach",
                 None,
                 "make it with transformers' masking_utils",
             )

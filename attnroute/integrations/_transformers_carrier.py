@@ -1,9 +1,9 @@
 """A tensor that transformers can hand around as a mask while it stays an object.
 
-transformers and its models expect a mask to be a 4-D tensor: they look at its shape, move it to other devices, cut
-rows or columns out, sometimes compute with it. A `CarriedMask` has the shape, dtype and device of the dense mask and
-one byte of memory. Cutting contiguous blocks, moving and copying give another carried mask; any other operation works
-on the dense mask, made when it is first needed.
+transformers and its models expect a mask to be a 4-D tensor: they look at its shape, move it to other
+devices, cut rows or columns out, sometimes compute with it. A `CarriedMask` has the shape, dtype and device
+of the dense mask and one byte of memory. Cutting contiguous blocks, moving and copying give another carried
+mask; any other operation works on the dense mask, made when it is first needed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from attnroute.integrations._transformers_pattern import Pattern
 
 _DIMS = 4
-_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu")
-_METHODS = ("dim", "size", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__", "ndimension")
-_METADATA = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
-_UNCHANGED = {Tensor.contiguous, Tensor.detach}
+# What the form alone says; everything that is not listed works on the dense mask.
+_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_cuda")
+_METHODS = ("dim", "size", "numel", "element_size", "is_floating_point", "is_complex", "__len__")
+_METADATA = {getattr(Tensor, name) for name in _METHODS}
+_METADATA |= {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_COPIES: set[object] = {Tensor.clone, Tensor.contiguous}
 _MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
 
 
@@ -60,7 +62,7 @@ class CarriedMask(Tensor):
         return self.known
 
     def dense(self) -> Tensor:
-        """Return the mask as a plain bool tensor; always the same one, so that what is written into it is kept."""
+        """Return the mask as a plain bool tensor; always the same one, so that writes into it are kept."""
         if self.made is None:
             # Only tensors made outside of inference mode count the writes into them.
             with torch.inference_mode(False):
@@ -78,12 +80,16 @@ class CarriedMask(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what the form alone says, keep the pattern where that is possible, else compute with `dense`."""
+        """Answer what the form alone says, keep the pattern where possible, else compute with `dense`."""
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch has no public name for it
                 return func(*args, **kwargs)
         first = args[0] if args else None
         pattern = first.pattern if isinstance(first, cls) else None
@@ -91,8 +97,7 @@ class CarriedMask(Tensor):
             kept = _kept(func, first, pattern, args[1:], kwargs)
             if kept is not None:
                 return kept
-        plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
-        return func(*plain_args, **plain_kwargs)
+        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
 
 def _plain(value: object) -> object:
@@ -100,15 +105,19 @@ def _plain(value: object) -> object:
 
 
 def _kept(
-    func: Callable[..., Any], mask: CarriedMask, pattern: Pattern, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Callable[..., Any],
+    mask: CarriedMask,
+    pattern: Pattern,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> CarriedMask | None:
     """Return the result of an operation that keeps the pattern, or None for one that does not."""
-    if func in _UNCHANGED:
+    if func is Tensor.detach or (func is Tensor.contiguous and mask.source is None):
         return mask
-    if func is Tensor.clone:
+    if func in _COPIES:
         return CarriedMask.carry(pattern, mask.device)
     if func in _MOVES:
-        probe = func(torch.ones((), dtype=torch.bool, device=mask.device), *args, **kwargs)
+        probe = func(torch.ones((1,) * _DIMS, dtype=torch.bool, device=mask.device), *args, **kwargs)
         if probe.dtype != torch.bool:
             return None
         return mask if probe.device == mask.device else CarriedMask.carry(pattern, probe.device)
@@ -119,10 +128,10 @@ def _kept(
 
 def _block(mask: CarriedMask, pattern: Pattern, index: object) -> CarriedMask | None:
     """Return a block of rows and columns for an index of slices alone."""
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = list(index) if isinstance(index, tuple) else [index]
     if len(parts) > _DIMS or not all(isinstance(part, slice) for part in parts):
         return None
-    batch, heads, rows, columns = (*parts, *(slice(None),) * (_DIMS - len(parts)))
+    batch, heads, rows, columns = parts + [slice(None)] * (_DIMS - len(parts))
     if batch.indices(pattern.batch) != (0, pattern.batch, 1) or heads.indices(1) != (0, 1, 1):
         return None
     part = pattern.part(rows, columns)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
 
 from attnroute.integrations._transformers_carrier import CarriedMask
 from attnroute.integrations._transformers_pattern import Pattern
@@ -18,11 +20,11 @@ def refuse_old_transformers() -> None:
     """Raise an ImportError where transformers does not say query lengths and offsets to a mask function."""
     missing = {"q_length", "q_offset"} - set(signature(sdpa_mask).parameters)
     if missing:
-        from transformers import __version__  # noqa: PLC0415
+        from transformers import __version__
 
         msg = (
-            f"The transformers integration requires mask functions with q_length and q_offset; got transformers "
-            f"{__version__}, which has none; install a newer one."
+            "The transformers integration requires mask functions with q_length and q_offset, which "
+            f"transformers has from 5.4 on; got {__version__}; install a newer one."
         )
         raise ImportError(msg)
 
@@ -54,14 +56,16 @@ def make_mask(
         **kwargs: What else transformers tells every mask function; `sdpa_mask` gets it for dense masks.
 
     Returns:
-        A `CarriedMask` where the mask is known as an object, else a bool tensor (batch_size, 1, q_length, kv_length),
-        True = attend. None only for a mask without any False, and only where that is allowed.
+        A `CarriedMask` where the mask is known as an object, else a bool tensor (batch_size, 1, q_length,
+        kv_length), True = attend. None only for a mask without any False, and only where that is allowed.
     """
+    sizes = (batch_size, q_length, kv_length)
     pattern = None
-    if not _is_tracing():
-        pattern = _pattern(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    # Values of a traced tensor cannot be read, and without reading them nothing is certain.
+    if not is_tracing(attention_mask) and not is_tracing(q_offset):
+        pattern = _pattern(sizes, q_offset, kv_offset, mask_function, attention_mask)
     if pattern is None:
-        return sdpa_mask(
+        dense: Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -70,19 +74,20 @@ def make_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             device=device,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
             # A module that sees no mask guesses the alignment; a mask states it.
-            **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": allow_is_bidirectional_skip},
+            **{**kwargs, "allow_is_causal_skip": False},
         )
-    # A mask with a window stays, for its modules pass the window on and would ask what it means without a mask.
+        return dense
+    # A mask with a window stays, for its modules pass the window on and would ask what it means without a
+    # mask.
     if allow_is_bidirectional_skip and pattern.is_full and pattern.left is None:
         return None
     return CarriedMask.carry(pattern, device)
 
 
 def _pattern(
-    batch: int,
-    q_length: int,
-    kv_length: int,
+    sizes: tuple[int, int, int],
     q_offset: int | Tensor,
     kv_offset: int,
     function: MaskFunction,
@@ -90,15 +95,15 @@ def _pattern(
 ) -> Pattern | None:
     """Return the mask as a pattern, or None where it is not known for certain to be one."""
     reading = read(function)
-    if reading is None or min(batch, q_length, kv_length) < 1:
+    if reading is None or min(sizes) < 1:
         return None
     if isinstance(q_offset, Tensor):
-        # Reading the tensor waits for the device, once per prompt. Single tokens stay dense: a compiled decoding
-        # step takes this mask as an input of fixed form, and one row costs next to nothing.
-        if q_length == 1:
+        # Reading the tensor waits for the device, once per prompt. Single tokens stay dense: a compiled
+        # decoding step takes this mask as an input of fixed form, and one row costs next to nothing.
+        if sizes[1] == 1:
             return None
         q_offset = int(q_offset)
-    band = Pattern(batch, q_length, kv_length, q_offset - kv_offset, reading.left, reading.right)
+    band = Pattern(*sizes, q_offset - kv_offset, reading.left, reading.right)
     if reading.ids is not None or reading.positions is not None:
         if padding is not None or q_offset or kv_offset:
             return None
@@ -117,11 +122,11 @@ def _with_padding(band: Pattern, padding: Tensor, kv_offset: int) -> Pattern | N
     start, stop = band.keys
     if bool(keep[:, start:stop].all()):
         return band
-    return Pattern(band.batch, band.q_length, band.kv_length, band.offset, band.left, band.right, keep)
+    return replace(band, keep=keep)
 
 
 def _with_documents(band: Pattern, reading: Reading) -> Pattern | None:
-    """Add packed documents; the band may count in positions that restart, if they go up by one in each document."""
+    """Add packed documents. Where the band counts in positions, they must go up by one in each document."""
     ids, shape = reading.ids, (band.batch, band.q_length)
     if ids is None or ids.shape != shape or band.q_length != band.kv_length:
         return None
@@ -138,14 +143,10 @@ def _with_documents(band: Pattern, reading: Reading) -> Pattern | None:
     sums = _cu_seqlens(same[0]) if band.batch == 1 and bool(sound.all()) else None
     if sums is not None and len(sums) == 2:
         return band
-    return Pattern(band.batch, band.q_length, band.kv_length, 0, band.left, band.right, None, ids, sums)
+    return replace(band, ids=ids, cu_seqlens=sums)
 
 
 def _cu_seqlens(same: Tensor) -> Tensor:
     """Prefix sums of the documents of one row, given which tokens belong with the one before them."""
     starts = [at + 1 for at, joined in enumerate(same.tolist()) if not joined]
     return torch.tensor([0, *starts, len(same) + 1], dtype=torch.int32)
-
-
-def _is_tracing() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()

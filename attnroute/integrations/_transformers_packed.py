@@ -47,9 +47,13 @@ def with_cu_seqlens(
     return remember(pattern, what, lambda: (_joined(mask, pattern.ids, cu_q, cu_k), cu_q, cu_k, mask))[0]
 
 
-def _joined(mask: Mask | Tensor | None, ids: Tensor | None, cu_q: Tensor, cu_k: Tensor) -> Mask | Tensor | None:
+def _joined(
+    mask: Mask | Tensor | None, ids: Tensor | None, cu_q: Tensor, cu_k: Tensor
+) -> Mask | Tensor | None:
     if cu_q is not cu_k and not torch.equal(cu_q, cu_k):
-        raise argument_error("cu_seq_lens_k", "the same documents as cu_seq_lens_q", "others", "pass equal ones")
+        raise argument_error(
+            "cu_seq_lens_k", "the same documents as cu_seq_lens_q", "others", "pass equal ones"
+        )
     if ids is not None:
         _check_agreement(ids[0], cu_q)
         return mask

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Query i may attend key j if ``i + offset - left <= j <= i + offset + right`` and everything below allows it.
+    """Query i may attend key j if ``i + offset - left <= j <= i + offset + right``, and all below allows it.
 
     Attributes:
         batch: Batch size.
@@ -29,9 +29,10 @@ class Pattern:
         left: Keys before the query's own position that it may attend; None = all.
         right: Keys after it; None = all, 0 = causal.
         keep: Bool tensor (batch, kv_length), True where the key exists; None = all exist.
-        ids: Integer tensor (batch, kv_length): equal ids are one packed document. Only with q_length == kv_length.
-        cu_seqlens: The same documents as int32 prefix sums on the CPU, where there is one batch row and somebody
-            looked at the ids.
+        ids: Integer tensor (batch, kv_length): equal ids are one packed document. Only with q_length ==
+            kv_length.
+        cu_seqlens: The same documents as int32 prefix sums on the CPU, where there is one batch row and
+            somebody looked at the ids.
     """
 
     batch: int
@@ -65,7 +66,7 @@ class Pattern:
 
     @cached_property
     def mask(self) -> Mask | None:
-        """The mask for all queries and the keys in `keys`; always the same object, so that layers share its work.
+        """The mask for all queries and the keys in `keys`; one object, so that layers share what it prepares.
 
         None where the queries lie so far before the keys that no mask object says it.
         """
@@ -83,8 +84,8 @@ class Pattern:
     def with_window(self, window: int) -> Pattern:
         """Return this pattern if it says its own window, else one that also says ``sliding_window = window``.
 
-        What a mask says of a window is exact, while modules state theirs as the flash kernels count it, which differs
-        by one between models. So the module's number counts only beside a mask without any.
+        What a mask says of a window is exact, while modules state theirs as the flash kernels count it, which
+        differs by one between models. So the module's number counts only beside a mask without any.
         """
         if self.left is not None or window >= self.q_length + self.offset:
             return self
@@ -92,7 +93,7 @@ class Pattern:
         return remember(self, ("window", window), lambda: replace(self, left=window - 1, right=right))
 
     def dense(self, device: torch.device | str | None) -> Tensor:
-        """Return the whole mask as a bool tensor (batch, 1, q_length, kv_length) of its own memory, True = attend."""
+        """Return the whole mask as a new bool tensor (batch, 1, q_length, kv_length), True = attend."""
         rows = torch.arange(self.q_length, device=device)[:, None] + self.offset
         columns = torch.arange(self.kv_length, device=device)[None]
         shape = (self.batch, 1, self.q_length, self.kv_length)
@@ -108,7 +109,7 @@ class Pattern:
         return allowed
 
     def part(self, rows: slice, columns: slice) -> Pattern | None:
-        """Return the pattern of a contiguous block, or None where it is empty, has steps or cuts documents."""
+        """Return the pattern of a block, or None where it is empty, has gaps or cuts documents."""
         first_row, last_row, row_step = rows.indices(self.q_length)
         first, last, step = columns.indices(self.kv_length)
         whole = (first_row, last_row, first, last) == (0, self.q_length, 0, self.kv_length)

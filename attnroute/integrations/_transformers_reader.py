@@ -1,7 +1,8 @@
 """What a mask function of transformers says, read from what it is, not from what it gives on samples.
 
-transformers hands its mask builders' results on as plain Python functions. The known builders are told by their
-code, their parameters stand in their closures. Everything else is not read, and the caller makes a dense mask.
+transformers hands its mask builders' results on as plain Python functions. The known builders are told by
+their code, their parameters stand in their closures. Everything else is not read, and the caller makes a
+dense mask.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _combinators() -> tuple[tuple[str, tuple[Any, ...], Reader], ...]:
 
 
 def _says(function: MaskFunction, expected: Reading) -> bool:
-    """A change of meaning in another version of transformers (a window counted otherwise) shows on a small square."""
+    """Whether a function still means what it did: a window counted otherwise shows on a small square."""
     index = torch.arange(_SAMPLE)
     zero = torch.zeros((), dtype=torch.int64)
     found = function(zero, zero, index[:, None], index[None, :])
@@ -127,9 +128,9 @@ def _read_ids(ids: object) -> Reading | None:
 
 def _read_remapped(cells: dict[str, Any]) -> Reading | None:
     inner, positions = read(cells.get("mask_function")), cells.get("position_ids")
-    if inner is None or not isinstance(positions, Tensor) or inner.ids is not None or inner.positions is not None:
+    if inner is None or inner.ids is not None or inner.positions is not None:
         return None
-    return Reading(inner.left, inner.right, positions=positions)
+    return Reading(inner.left, inner.right, positions=positions) if isinstance(positions, Tensor) else None
 
 
 def _read_and(cells: dict[str, Any]) -> Reading | None:

@@ -1,4 +1,4 @@
-"""`attn_implementation="attnroute"` for transformers >= 5.
+"""`attn_implementation="attnroute"` for transformers >= 5.4.
 
 ```python
 from attnroute.integrations.transformers import register
@@ -7,8 +7,8 @@ register()
 model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="attnroute")
 ```
 
-Every attention call of the model then goes through `attnroute.attention`: decided per call, so that layers with
-different head dims get different kernels, with grouped key/value heads as they are and masks as objects.
+Every attention call of the model then goes through `attnroute.attention`: decided per call, so that layers
+with different head dims get different kernels, with grouped key/value heads as they are and masks as objects.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _SPECIAL = ("eager", "flash", "flex_attention", "paged", "sdpa", "/", "|")
-"""Parts of names by which transformers tells implementations apart; with one of them it would take other paths."""
+"""Parts of names by which transformers tells implementations apart."""
 _REGISTERED: dict[str, Callable[..., Any]] = {}
 
 
-def register(name: str = "attnroute", *, ignore: Iterable[str] = ()) -> None:
+def register(name: str = "attnroute", *, ignore: Iterable[str] = (), eager_only: bool = False) -> None:
     """Make ``attn_implementation=name`` available in transformers. Registering again is harmless.
 
     Args:
         name: What models are asked for.
-        ignore: Further keyword arguments that a model hands to its attention and that change nothing there. Keyword
-            arguments that are not known raise when they are not None or False.
+        ignore: Further keyword arguments that a model hands to its attention and that change nothing there.
+            Keyword arguments that are not known raise when they are not None or False.
+        eager_only: Serve also models that transformers runs with eager attention only. Some of them compute
+            with masks as if these were float tensors and give wrong results with others; compare first.
 
     Raises:
         ArgumentError: transformers would treat the name specially, or somebody else registered it.
         ImportError: transformers is missing, or too old to say the lengths that a mask is for.
     """
     # Importing transformers takes seconds, so it waits for the first registration.
-    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    from attnroute.integrations._transformers_attention import attention_function  # noqa: PLC0415
-    from attnroute.integrations._transformers_mask import make_mask, refuse_old_transformers  # noqa: PLC0415
+    from attnroute.integrations._transformers_attention import attention_function
+    from attnroute.integrations._transformers_mask import make_mask, refuse_old_transformers
 
     refuse_old_transformers()
     _check_name(name, taken=AttentionInterface().get(name))
-    function = attention_function(frozenset(ignore))
+    function = attention_function(frozenset(ignore), eager_only=eager_only)
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, make_mask)
     _REGISTERED[name] = function
@@ -63,4 +65,6 @@ def _check_name(name: str, taken: object) -> None:
             'take another, such as "attnroute"',
         )
     if taken is not None and taken is not _REGISTERED.get(name):
-        raise argument_error("name", "a name that is free", f'"{name}", registered by somebody else', "take another")
+        raise argument_error(
+            "name", "a name that is free", f'"{name}", registered by somebody else', "take another"
+        )

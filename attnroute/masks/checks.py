@@ -6,7 +6,7 @@ Nothing here imports torch: a tensor is told by what it can do.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from attnroute.errors import argument_error
@@ -44,7 +44,7 @@ def counts(name: str, values: Any) -> tuple[int, ...]:
 
 def integers(name: str, tensor: Any, dims: tuple[int, ...]) -> None:
     """A tensor of whole numbers with so many dimensions."""
-    required = f"an integer tensor with {' or '.join(map(str, dims))} dimensions"
+    required = f"a {' or '.join(f'{n}-D' for n in dims)} integer tensor"
     if not is_tensor(tensor):
         raise argument_error(name, required, type(tensor).__name__, "convert it")
     if tensor.is_floating_point() or str(tensor.dtype) == "torch.bool" or tensor.dim() not in dims:
@@ -59,56 +59,34 @@ def bools(name: str, tensor: Any, to_do: str) -> None:
 
 
 def documents(lengths: tuple[int, ...] | None, ids: Tensor | None, extent: Extent) -> None:
-    """Documents need as many queries as keys, and lengths that fill them."""
-        if extent.seqlen_q != extent.seqlen_kv:
-            raise argument_error(
-                "mask Documents",
-                "as many queries as keys",
-                f"seqlen_q = {extent.seqlen_q}, seqlen_kv = {extent.seqlen_kv}",
-                "pass a dense bool mask for cached decoding of packed documents",
-            )
-        if lengths is not None and sum(lengths) != extent.seqlen_kv:
-            raise argument_error(
-                "mask Documents lengths",
-                f"a sum of seqlen = {extent.seqlen_kv}",
-                f"{lengths} with sum {sum(lengths)}",
-                "add the missing tokens as a document of their own",
-            )
-        if ids is not None and tuple(ids.shape) not in (
-            (extent.seqlen_kv,),
-            (1, extent.seqlen_kv),
-            (extent.batch, extent.seqlen_kv),
-        ):
-            raise argument_error(
-                "mask Documents ids",
-                f"shape ({extent.seqlen_kv},) or ({extent.batch}, {extent.seqlen_kv})",
-                tuple(ids.shape),
-                "give every token the id of its document",
-            )
+    """As many queries as keys, and lengths or ids that fill them."""
+    seqlen = extent.seqlen_kv
+    if extent.seqlen_q != seqlen:
+        got = f"seqlen_q = {extent.seqlen_q}, seqlen_kv = {seqlen}"
+        to_do = "pass a dense bool mask for cached decoding of packed documents"
+        raise argument_error("mask Documents", "as many queries as keys", got, to_do)
+    if lengths is not None and sum(lengths) != seqlen:
+        got = f"{lengths} with sum {sum(lengths)}"
+        to_do = "add the missing tokens as a document of their own"
+        raise argument_error("mask Documents lengths", f"a sum of seqlen = {seqlen}", got, to_do)
+    if ids is not None and tuple(ids.shape) not in ((seqlen,), (1, seqlen), (extent.batch, seqlen)):
+        required = f"shape ({seqlen},) or ({extent.batch}, {seqlen})"
+        to_do = "give every token the id of its document"
+        raise argument_error("mask Documents ids", required, tuple(ids.shape), to_do)
 
 
 def key_padding(
-    given: Mapping[str, tuple[int, ...] | Tensor | None], keep: Tensor | None, extent: Extent
+    given: Mapping[str, Sequence[int] | Tensor | None], keep: Tensor | None, extent: Extent
 ) -> None:
-    """There must be one entry per batch row, and a key count no larger than seqlen_kv."""
-        for name in ("lengths", "left"):
-            value = getattr(self, name)
-            if value is not None and len(value) != extent.batch:
-                raise argument_error(
-                    f"mask KeyPadding {name}", f"one entry per batch row ({extent.batch})", len(value), "pass one count per row"
-                )
-            if isinstance(value, tuple) and any(n < 0 or n > extent.seqlen_kv for n in value):
-                raise argument_error(
-                    f"mask KeyPadding {name}",
-                    f"counts from 0 to seqlen_kv = {extent.seqlen_kv}",
-                    value,
-                    "count keys, not queries",
-                )
-        if keep is not None and tuple(keep.shape) != (extent.batch, extent.seqlen_kv):
-            raise argument_error(
-                "mask KeyPadding keep",
-                f"shape ({extent.batch}, {extent.seqlen_kv})",
-                tuple(keep.shape),
-                "pass one bool per key and batch row",
-            )
-
+    """One entry per batch row, and a count no larger than seqlen_kv."""
+    for name, value in given.items():
+        if value is not None and len(value) != extent.batch:
+            required = f"one entry per batch row ({extent.batch})"
+            raise argument_error(f"mask KeyPadding {name}", required, len(value), "pass one count per row")
+        if isinstance(value, tuple) and any(n > extent.seqlen_kv for n in value):
+            required = f"counts from 0 to seqlen_kv = {extent.seqlen_kv}"
+            raise argument_error(f"mask KeyPadding {name}", required, value, "count keys, not queries")
+    full = (extent.batch, extent.seqlen_kv)
+    if keep is not None and tuple(keep.shape) != full:
+        to_do = "pass one bool per key and batch row"
+        raise argument_error("mask KeyPadding keep", f"shape {full}", tuple(keep.shape), to_do)

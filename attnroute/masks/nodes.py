@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnroute.call import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, MaskNode, WindowNode
+from attnroute.call import CausalNode, DocumentsNode, KeyPaddingNode, MaskNode, WindowNode
 from attnroute.errors import argument_error
 from attnroute.masks import checks
 from attnroute.masks.lowered import FULL, LoweredMask
@@ -101,8 +101,8 @@ class All(Mask):
 
     @property
     def nodes(self) -> tuple[Mask, ...]:
-        """The parts."""
-        return self.parts
+        """The parts, those of conjunctions among them laid open."""
+        return tuple(node for part in self.parts for node in part.nodes)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -129,7 +129,8 @@ class All(Mask):
             part.check(extent)
         documents = sum(isinstance(part, Documents) for part in self.nodes)
         if documents > 1:
-            raise argument_error("mask", "at most one Documents node", documents, "combine the ids into one node")
+            to_do = "combine the ids into one node"
+            raise argument_error("mask", "at most one Documents node", documents, to_do)
 
     def __repr__(self) -> str:
         """Say it as it is written."""
@@ -179,8 +180,8 @@ class Window(Mask):
         """Check the counts and the alignment."""
         for name, value in (("left", self.left), ("right", self.right)):
             if value is not None and not (isinstance(value, int) and value >= 0):
-                required = "a count of at least 0, or None for no limit"
-                raise argument_error(f"Window {name}", required, repr(value), "pass None to leave that side open")
+                required, to_do = "a count of at least 0, or None for no limit", "pass None to leave that side open"
+                raise argument_error(f"Window {name}", required, repr(value), to_do)
         checks.alignment(self.alignment)
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:

@@ -267,7 +267,7 @@ _MEMORY: dict[int, _Memory] = {}
 
 
 def may_remember(owner: object) -> bool:
-    """Return whether what is made from this owner may be kept: not under tracing, nor where changes cannot be seen."""
+    """Return whether what is made may be kept: not under tracing, nor where changes cannot be seen."""
     if torch.compiler.is_compiling():
         return False
     return all(not t.requires_grad and not t.is_inference() for t in _tensors(owner))

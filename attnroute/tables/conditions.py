@@ -56,7 +56,8 @@ def check(field: str, spec: Spec) -> None:
         ValueError: The field is unknown, or can never have the value, or not be compared with it.
     """
     if field not in FACTS:
-        msg = f'a condition requires fields that attnroute.facts lists; got "{field}"{did_you_mean(field, FACTS)}.'
+        near = did_you_mean(field, FACTS)
+        msg = f'a condition requires fields that attnroute.facts lists; got "{field}"{near}.'
         raise ValueError(msg)
     words = WORDS.get(field)
     if words is None:
@@ -71,8 +72,11 @@ def check(field: str, spec: Spec) -> None:
 
 
 def _check_number(field: str, spec: Spec) -> None:
-    operands = [t.operand for t in parse(spec)] if isinstance(spec, str) else spec if isinstance(spec, list) else []
-    strange = [o for o in operands if isinstance(o, str) and (o not in FACTS or o in WORDS or isinstance(spec, list))]
+    if isinstance(spec, list):
+        strange = [word for word in spec if isinstance(word, str)]
+    else:
+        operands = [term.operand for term in parse(spec)] if isinstance(spec, str) else []
+        strange = [word for word in operands if isinstance(word, str) and word not in set(FACTS) - set(WORDS)]
     if strange:
         near = did_you_mean(strange[0], FACTS)
         msg = f'{field} requires numbers or fields that are numbers; got "{strange[0]}"{near}.'
@@ -132,7 +136,7 @@ def _operand(text: str) -> int | float | str:
         return text
 
 
-def _tri(value: bool) -> Tri:  # noqa: FBT001
+def _tri(value: bool) -> Tri:
     return "true" if value else "false"
 
 

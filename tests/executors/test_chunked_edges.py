@@ -288,7 +288,7 @@ def bad(**changes):
         ({"dropout_p": 1.5}, "dropout_p requires"),
         ({"block_q": 0}, "block_q requires"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: "" if isinstance(value, dict) else value,
 )
 def test_bad_arguments_are_named(changes, words):
     with pytest.raises(ArgumentError, match=words):

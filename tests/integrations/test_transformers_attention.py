@@ -116,7 +116,11 @@ def test_a_written_mask_is_believed():
 
 def test_a_modules_window_holds_beside_a_mask_without_one():
     given = tensors()
-    check(forward(Module(), *given, make_mask(2, 6, 6), sliding_window=3), *given, allowed=triangle(6, 6).triu(-2))
+    check(
+        forward(Module(), *given, make_mask(2, 6, 6), sliding_window=3),
+        *given,
+        allowed=triangle(6, 6).triu(-2),
+    )
 
 
 def test_queries_shared_by_the_batch():
@@ -125,7 +129,7 @@ def test_queries_shared_by_the_batch():
 
 
 def test_a_mask_for_other_lengths_raises():
-    with pytest.raises(ArgumentError, match="6 queries and 6 keys.*one for 6 and 7"):
+    with pytest.raises(ArgumentError, match=r"6 queries and 6 keys.*one for 6 and 7"):
         forward(Module(), *tensors(), make_mask(2, 6, 7))
 
 
@@ -141,11 +145,11 @@ def test_cumulative_lengths(kind):
     sums, same = documents(2, 3, 1)
     mask = {"object": make_mask(1, 6, 6), "dense": triangle(6, 6)[None, None], "none": None}[kind]
     for _ in range(2):
-        found = forward(Module(), *given, mask, cu_seq_lens_q=sums, cu_seq_lens_k=sums.clone(), max_length_q=3)
+        found = forward(
+            Module(), *given, mask, cu_seq_lens_q=sums, cu_seq_lens_k=sums.clone(), max_length_q=3
+        )
         check(found, *given, allowed=same & triangle(6, 6))
-    check(
-        forward(Encoder(), *given, None, cu_seq_lens_q=sums, cu_seq_lens_k=sums), *given, allowed=same
-    )
+    check(forward(Encoder(), *given, None, cu_seq_lens_q=sums, cu_seq_lens_k=sums), *given, allowed=same)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,9 @@ def test_cumulative_lengths(kind):
 )
 def test_cumulative_lengths_that_mean_nothing_raise(given, other, sentence):
     sums = documents(2, 4)[0]
-    other = {"missing": None}.get(other, other) if isinstance(other, str) else sums if other is None else other
+    other = (
+        {"missing": None}.get(other, other) if isinstance(other, str) else sums if other is None else other
+    )
     with pytest.raises(ArgumentError, match=sentence):
         forward(Encoder(), *given, None, cu_seq_lens_q=sums, cu_seq_lens_k=other)
 
@@ -169,7 +175,9 @@ def test_cumulative_lengths_against_positions_raise():
     from transformers import masking_utils as hf
 
     ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    mask = make_mask(1, 6, 6, mask_function=hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(ids)))
+    mask = make_mask(
+        1, 6, 6, mask_function=hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(ids))
+    )
     given, (agreeing, same) = tensors(batch=1), documents(3, 3)
     found = forward(Module(), *given, mask, cu_seq_lens_q=agreeing, cu_seq_lens_k=agreeing)
     check(found, *given, allowed=same & triangle(6, 6))
@@ -188,10 +196,27 @@ def test_unknown_arguments_raise_unless_they_are_off_or_ignored():
     with pytest.raises(ArgumentError, match=r'keyword argument indices.*register\(ignore=\["indices"\]\)'):
         forward(Module(), *given, None, indices=torch.zeros(1))
     plain = forward(Module(), *given, None)[0]
-    for kwargs in ({"indices": None}, {"head_mask": False}, {"position_ids": torch.arange(6), "use_cache": True}):
+    for kwargs in (
+        {"indices": None},
+        {"head_mask": False},
+        {"position_ids": torch.arange(6), "use_cache": True},
+    ):
         assert torch.equal(forward(Module(), *given, None, **kwargs)[0], plain)
     lenient = attention_function(frozenset({"indices"}))
     assert torch.equal(lenient(Module(), *given, None, indices=torch.zeros(1))[0], plain)
+
+
+def test_models_for_eager_attention_alone_raise():
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    given = tensors()
+    stub = type("Stub", (torch.nn.Module,), {"__module__": DeepseekV4Attention.__module__})()
+    with pytest.raises(ArgumentError, match=r"Stub.*register\(eager_only=True\)"):
+        forward(stub, *given, None)
+    served = attention_function(frozenset(), eager_only=True)(stub, *given, None)[0]
+    other = type("Stub", (torch.nn.Module,), {"__module__": LlamaAttention.__module__})()
+    assert torch.equal(forward(other, *given, None)[0], served)
 
 
 def test_registering_twice_is_harmless():
@@ -227,8 +252,11 @@ def test_a_name_of_somebody_else_raises():
 
 
 def test_old_versions_of_transformers_raise(monkeypatch):
-    monkeypatch.setattr(_transformers_mask, "sdpa_mask", lambda batch_size, cache_position, kv_length: None)
-    with pytest.raises(ImportError, match="q_length and q_offset; got transformers"):
+    def sdpa_mask(batch_size, cache_position, kv_length):
+        raise NotImplementedError
+
+    monkeypatch.setattr(_transformers_mask, "sdpa_mask", sdpa_mask)
+    with pytest.raises(ImportError, match=r"q_length and q_offset.*got 5"):
         register()
 
 
@@ -239,5 +267,8 @@ def test_unregistered_use_fails_as_transformers_says():
 
 
 def test_importing_the_integration_does_not_import_transformers():
-    code = "import attnroute.integrations.transformers, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import attnroute.integrations.transformers, sys; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Masks as objects say exactly what transformers' own dense masks say, whatever is done with them."""
+"""Masks as objects say exactly what the dense masks of transformers say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import masking_utils as hf
+from transformers_models import materialized, packed_function
 
 from attnroute.integrations._transformers_carrier import CarriedMask
 from attnroute.integrations._transformers_mask import make_mask
@@ -19,7 +20,7 @@ NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 @st.composite
 def sizes(draw):
-    """Draw the lengths of a prefill, of cached decoding with or without evicted keys, or of a static cache."""
+    """Draw lengths of a prefill, of cached decoding with or without evicted keys, or of a static cache."""
     q_length = draw(st.integers(1, 7))
     past = draw(st.sampled_from([0, 0, 1, 5]))
     kv_offset = draw(st.integers(0, past))
@@ -34,11 +35,13 @@ def sizes(draw):
 
 
 FUNCTIONS = {
-    "causal": lambda window: hf.causal_mask_function,
+    "causal": lambda _: hf.causal_mask_function,
     "window": hf.sliding_window_causal_mask_function,
     "two-sided window": hf.sliding_window_bidirectional_mask_function,
-    "bidirectional": lambda window: hf.bidirectional_mask_function,
-    "nested": lambda window: hf.and_masks(hf.causal_mask_function, hf.sliding_window_causal_mask_function(window)),
+    "bidirectional": lambda _: hf.bidirectional_mask_function,
+    "nested": lambda window: hf.and_masks(
+        hf.causal_mask_function, hf.sliding_window_causal_mask_function(window)
+    ),
 }
 
 
@@ -53,17 +56,13 @@ def paddings(draw, size):
     place = torch.arange(length)[None]
     counts = torch.tensor([draw(st.integers(0, length)) for _ in range(size["batch_size"])])[:, None]
     if kind == "random":
-        return torch.rand(size["batch_size"], length, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < 0.7
+        return (
+            torch.rand(
+                size["batch_size"], length, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
+            )
+            < 0.7
+        )
     return {"full": place >= 0 * counts, "left": place >= counts, "right": place < counts}[kind]
-
-
-def materialized(mask, size):
-    """Return what the mask object and the range of keys say, as a dense mask."""
-    pattern = mask.pattern
-    start, stop = pattern.keys
-    whole = torch.zeros(size["batch_size"], 1, size["q_length"], size["kv_length"], dtype=torch.bool)
-    whole[..., start:stop] = pattern.mask.materialize(size["q_length"], stop - start, batch=size["batch_size"])
-    return whole
 
 
 @given(data=st.data())
@@ -81,13 +80,6 @@ def test_objects_say_what_dense_masks_say(data):
     assert isinstance(mask, CarriedMask)
     assert torch.equal(mask.dense(), expected)
     assert torch.equal(materialized(mask, size), expected)
-
-
-def packed_function(positions, inner=hf.causal_mask_function):
-    """Return the mask function that transformers builds for packed documents."""
-    ids = hf.find_packed_sequence_indices(positions)
-    remapped = hf.remap_positions_for_packed_sequence(inner, positions)
-    return hf.and_masks(remapped, hf.packed_sequence_mask_function(ids))
 
 
 @given(data=st.data())
@@ -192,7 +184,16 @@ JUMP = torch.tensor([[0, 0, 0, 1, 1, 1]])
         hf.remap_positions_for_packed_sequence(hf.causal_mask_function, POSITIONS),
         hf.sliding_window_causal_mask_function(torch.tensor(2)),
     ],
-    ids=["blocks", "chunks", "unknown part", "lookalike", "offsets", "restart", "no documents", "tensor window"],
+    ids=[
+        "blocks",
+        "chunks",
+        "unknown part",
+        "lookalike",
+        "offsets",
+        "restart",
+        "no documents",
+        "tensor window",
+    ],
 )
 def test_what_is_not_known_for_certain_stays_dense(function):
     size = {"batch_size": 1, "q_length": 6, "kv_length": 6}
@@ -239,130 +240,6 @@ def test_none_only_for_nothing_masked():
     assert make_mask(2, 4, 4, attention_mask=full, **bidirectional) is None
     assert torch.equal(make_mask(2, 4, 4, attention_mask=padded, **bidirectional).dense()[:, 0, 0], padded)
     assert make_mask(2, 1, 4, q_offset=3, allow_is_causal_skip=True) is not None
-
-
-def causal(q_length=4, kv_length=6):
-    """Return a carried mask of cached decoding with one padded row."""
-    keep = torch.ones(2, kv_length, dtype=torch.bool)
-    keep[1, 0] = False
-    return make_mask(2, q_length, kv_length, kv_length - q_length, attention_mask=keep)
-
-
-def test_a_carried_mask_looks_like_the_dense_one():
-    mask = causal()
-    assert (mask.shape, mask.ndim, mask.dim(), len(mask)) == ((2, 1, 4, 6), 4, 4, 2)
-    assert (mask.size(-1), mask.numel(), mask.dtype, mask.device.type) == (6, 48, torch.bool, "cpu")
-    assert not mask.is_floating_point()
-    assert mask.untyped_storage().nbytes() == 48  # Asked for its memory, it is the dense mask.
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        (slice(None), slice(None), slice(-1, None)),
-        (slice(None), slice(None), slice(1, 3), slice(None)),
-        (slice(None), slice(None), slice(None), slice(None, 5)),
-        (slice(None), slice(None), slice(1, None), slice(2, 6)),
-        slice(None),
-    ],
-)
-def test_blocks_stay_objects(index):
-    mask = causal()
-    expected = causal().dense()[index]
-    block = mask[index]
-    size = dict(zip(("batch_size", "_", "q_length", "kv_length"), expected.shape, strict=True))
-    assert isinstance(block, CarriedMask)
-    assert torch.equal(materialized(block, size), expected)
-    assert torch.equal(block.dense(), expected)
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        (slice(None), 0),
-        (slice(0, 1),),
-        (slice(None), slice(None), slice(None, None, 2)),
-        (slice(None), slice(None), slice(4, None)),
-        (Ellipsis, slice(0, 2)),
-        torch.tensor([1]),
-        None,
-    ],
-)
-def test_other_indices_give_plain_tensors(index):
-    part = causal()[index]
-    assert type(part) is torch.Tensor
-    assert torch.equal(part, causal().dense()[index])
-
-
-def test_documents_are_not_cut():
-    mask = make_mask(1, 6, 6, mask_function=packed_function(torch.tensor([[0, 1, 0, 1, 2, 0]])))
-    assert type(mask[:, :, -2:]) is torch.Tensor
-    assert isinstance(mask[:, :, :6], CarriedMask)
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda mask: mask & True,
-        lambda mask: torch.cat([mask, mask], -1),
-        lambda mask: torch.where(mask, 0.0, -1.0),
-        lambda mask: mask.to(torch.float32),
-        lambda mask: mask.expand(2, 4, -1, -1),
-        lambda mask: torch.nn.functional.pad(mask, (0, 2)),
-    ],
-    ids=["and", "cat", "where", "float", "expand", "pad"],
-)
-def test_arithmetic_works_on_the_dense_mask(operation):
-    result = operation(causal())
-    assert type(result) is torch.Tensor
-    assert torch.equal(result, operation(causal().dense()))
-
-
-@pytest.mark.parametrize(
-    "keeps",
-    [lambda mask: mask.contiguous(), lambda mask: mask.to("cpu"), lambda mask: mask.clone(), lambda mask: mask.detach()],
-    ids=["contiguous", "to", "clone", "detach"],
-)
-def test_moving_and_copying_keeps_the_object(keeps):
-    mask = causal()
-    assert keeps(mask).pattern is mask.pattern
-
-
-def test_moving_to_another_device_keeps_the_object():
-    moved = causal().to("meta", non_blocking=True)
-    assert isinstance(moved, CarriedMask)
-    assert (moved.device.type, moved.pattern.kv_length) == ("meta", 6)
-
-
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda mask: mask.fill_(True),
-        lambda mask: mask.__setitem__((..., 0), True),
-        lambda mask: mask[:, :, 1:3].masked_fill_(torch.tensor(True), True),
-        lambda mask: mask.transpose(2, 3)[1].logical_not_(),
-        lambda mask: torch.logical_not(mask, out=mask),
-    ],
-    ids=["all", "item", "block", "view", "out"],
-)
-def test_what_is_written_into_a_mask_counts(write, inference):
-    with torch.inference_mode(inference):
-        mask, expected = causal(), causal().dense()
-        block = mask[:, :, -2:]
-        write(mask)
-        write(expected)
-        assert mask.pattern is None
-        assert block.pattern is None
-        assert torch.equal(mask.dense(), expected)
-        assert torch.equal(block.dense(), expected[:, :, -2:])
-
-
-def test_a_copy_is_written_to_alone():
-    mask = causal()
-    mask.clone().fill_(True)
-    assert mask.pattern is not None
-    assert torch.equal(mask.dense(), causal().dense())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,330 @@
+"""Mask objects: what they allow, how they combine, what they say of themselves, and what they refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import allowed_of, small_call
+
+from attnroute import masks
+from attnroute.call import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
+from attnroute.errors import ArgumentError
+from attnroute.masks.lowered import FULL
+from attnroute.masks.nodes import Extent
+from attnroute.masks.tensors import document_ids, key_keep
+
+LENGTHS = st.integers(0, 6)
+ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
+BESIDE = st.none() | st.integers(0, 7)
+
+
+@given(st.data(), st.integers(1, 3), LENGTHS, LENGTHS)
+def test_materialize_is_the_definition(data, batch, seqlen_q, seqlen_kv):
+    mask, wanted = data.draw(_masks(batch, seqlen_q, seqlen_kv))
+    got = mask.materialize(seqlen_q, seqlen_kv, batch=batch, num_heads_q=2)
+    assert got.dtype == torch.bool
+    assert got.shape in {(b, h, seqlen_q, seqlen_kv) for b in (1, batch) for h in (1, 2)}
+    assert torch.equal(got.expand(wanted.shape), wanted)
+
+
+@given(st.data(), st.integers(1, 3), LENGTHS, LENGTHS)
+def test_and_is_the_intersection(data, batch, seqlen_q, seqlen_kv):
+    (one, first), (other, second) = data.draw(st.tuples(*[_masks(batch, seqlen_q, seqlen_kv, documents=False)] * 2))
+    both = one & other
+    got = both.materialize(seqlen_q, seqlen_kv, batch=batch, num_heads_q=2)
+    assert torch.equal(got.expand(first.shape), first & second)
+    assert both.nodes == (one, other)
+
+
+@st.composite
+def _masks(draw, batch, seqlen_q, seqlen_kv, *, documents=True):
+    """Draw a node and the bool tensor (batch, 2, seqlen_q, seqlen_kv) that its docstring promises."""
+    kinds = ["causal", "window", "padding", "dense"]
+    kinds += ["documents"] if documents and seqlen_q == seqlen_kv else []
+    kind = draw(st.sampled_from(kinds))
+    full = (batch, 2, seqlen_q, seqlen_kv)
+    if kind == "dense":
+        shape = [draw(st.sampled_from([1, size])) for size in full][draw(st.sampled_from([0, 2, 3, 4])) :]
+        tensor = torch.rand(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < 0.5
+        return masks.Dense(tensor), tensor.expand(full)
+    mask, node = draw(_described(kind, batch, seqlen_kv))
+    allowed = torch.tensor(allowed_of(small_call((node,), batch, seqlen_q, seqlen_kv)), dtype=torch.bool)
+    return mask, allowed.reshape(batch, 1, seqlen_q, seqlen_kv).expand(full)
+
+
+@st.composite
+def _described(draw, kind, batch, seqlen_kv):
+    """Draw an object and the data that means the same, each written for itself."""
+    if kind == "causal":
+        alignment = draw(ALIGNMENTS)
+        return masks.Causal(alignment), CausalNode(alignment=alignment)
+    if kind == "window":
+        left, right, alignment = draw(BESIDE), draw(BESIDE), draw(ALIGNMENTS)
+        return masks.Window(left, right, alignment), WindowNode(left=left, right=right, alignment=alignment)
+    if kind == "padding":
+        counts = draw(st.lists(st.integers(0, seqlen_kv), min_size=batch, max_size=batch))
+        kept = [seqlen_kv - n for n in counts]
+        flags = torch.arange(seqlen_kv) < torch.tensor(counts)[:, None]
+        right, left = KeyPaddingNode(lengths=counts), KeyPaddingNode(lengths=kept, side="left")
+        forms = [
+            (masks.KeyPadding(lengths=counts), right),
+            (masks.KeyPadding(lengths=torch.tensor(counts)), right),
+            (masks.KeyPadding(keep=flags), right),
+            (masks.KeyPadding(left=counts), left),
+            (masks.KeyPadding(left=torch.tensor(counts, dtype=torch.int32)), left),
+        ]
+        return draw(st.sampled_from(forms))
+    cuts = sorted(draw(st.lists(st.integers(0, seqlen_kv), max_size=3)))
+    sums = [0, *cuts, seqlen_kv]
+    lengths = [b - a for a, b in zip(sums[:-1], sums[1:], strict=True)]
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    forms = [
+        masks.Documents(lengths=lengths),
+        masks.Documents(ids=ids),
+        masks.Documents(ids=ids.expand(batch, -1)),
+        masks.Documents(cu_seqlens=torch.tensor(sums, dtype=torch.int32)),
+    ]
+    return draw(st.sampled_from(forms)), DocumentsNode(lengths=lengths)
+
+
+def test_ids_tell_documents_apart_wherever_their_tokens_lie():
+    got = masks.Documents(ids=torch.tensor([[3, 7, 3], [1, 1, 2]])).materialize(3, 3, batch=2)
+    first = [[True, False, True], [False, True, False], [True, False, True]]
+    second = [[True, True, False], [True, True, False], [False, False, True]]
+    assert got[:, 0].tolist() == [first, second]
+
+
+def test_conjunctions_of_conjunctions_have_flat_parts():
+    inner = masks.Causal() & masks.Window(3)
+    outer = masks.All((inner, masks.KeyPadding(lengths=[2])))
+    assert outer.nodes == (*inner.nodes, *outer.parts[1].nodes)
+    assert ((inner & inner) & masks.Causal()).nodes == (*inner.nodes, *inner.nodes, masks.Causal())
+
+
+def test_a_mask_is_combined_with_masks_only():
+    with pytest.raises(TypeError):
+        masks.Causal() & True
+
+
+def test_masks_of_numbers_are_values_and_masks_of_tensors_are_themselves():
+    assert masks.Causal() == masks.Causal("top_left")
+    assert len({masks.Window(3, 0), masks.Window(3), masks.Window(3, 1)}) == 2
+    flags = torch.ones(2, 4, dtype=torch.bool)
+    assert masks.KeyPadding(keep=flags) != masks.KeyPadding(keep=flags)
+    assert masks.Dense(flags) != masks.Dense(flags)
+
+
+def test_masks_say_themselves_without_their_values():
+    flags = torch.ones(2, 4, dtype=torch.bool)
+    mask = masks.Causal("bottom_right") & masks.Dense(flags)
+    assert repr(mask) == "Causal(alignment='bottom_right') & Dense((2, 4))"
+
+
+def test_descriptions():
+    extent = Extent(2, 4, 6, 6)
+    lengths, ids = torch.tensor([3, 4]), torch.zeros(6, dtype=torch.int64)
+    cu_seqlens, flags = torch.tensor([0, 2, 6]), torch.ones(2, 6, dtype=torch.bool)
+    said = [
+        (masks.Causal("bottom_right"), CausalNode(alignment="bottom_right")),
+        (masks.Window(3, None), WindowNode(left=3)),
+        (masks.Documents(lengths=[2, 4]), DocumentsNode(lengths=(2, 4))),
+        (masks.Documents(cu_seqlens=cu_seqlens), DocumentsNode()),
+        (masks.Documents(ids=ids), DocumentsNode(contiguous=False)),
+        (masks.KeyPadding(lengths=[3, 4]), KeyPaddingNode(lengths=(3, 4))),
+        (masks.KeyPadding(lengths=lengths), KeyPaddingNode()),
+        (masks.KeyPadding(left=[3, 4]), KeyPaddingNode(lengths=(3, 2), side="left")),
+        (masks.KeyPadding(left=lengths), KeyPaddingNode(side="left")),
+        (masks.KeyPadding(keep=flags), KeyPaddingNode(side="any")),
+        (masks.Dense(flags), DenseNode(shape=(2, 6), aligned=False)),
+    ]
+    for mask, node in said:
+        assert mask.describe(extent) == (node,)
+    whole = masks.All(tuple(mask for mask, _ in said))
+    assert whole.describe(extent) == tuple(node for _, node in said)
+
+
+def test_keys_are_equal_only_where_descriptions_are():
+    ones, flags = torch.tensor([1]), torch.ones(1, 1, dtype=torch.bool)
+    each = [
+        masks.KeyPadding(lengths=[1]),
+        masks.KeyPadding(lengths=[0]),
+        masks.KeyPadding(lengths=ones),
+        masks.KeyPadding(left=[1]),
+        masks.KeyPadding(left=ones),
+        masks.KeyPadding(keep=flags),
+        masks.Documents(lengths=[1]),
+        masks.Documents(ids=ones),
+        masks.Documents(cu_seqlens=torch.tensor([0, 1])),
+        masks.Causal(),
+        masks.Causal("bottom_right"),
+        masks.Window(0),
+        masks.Dense(flags),
+    ]
+    assert len({mask.key() for mask in each}) == len(each)
+    assert masks.KeyPadding(lengths=torch.tensor([5])).key() == masks.KeyPadding(lengths=ones).key()
+    assert masks.Documents(lengths=[1]).key() == each[6].key()
+
+
+def test_what_is_prepared_from_a_mask_is_made_once_and_again_when_a_tensor_changes():
+    counts = torch.tensor([2, 3])
+    mask, extent = masks.KeyPadding(lengths=counts), Extent(2, 1, 4, 4)
+    first = key_keep(mask, extent)
+    assert key_keep(mask, extent) is first
+    counts[0] = 4
+    assert key_keep(mask, extent).tolist() == [[True] * 4, [True, True, True, False]]
+    ids = torch.tensor([0, 0, 1, 1])
+    documents = masks.Documents(ids=ids)
+    assert document_ids(documents, extent) is document_ids(documents, extent)
+    ids[1] = 1
+    assert document_ids(documents, extent).tolist() == [[0, 1, 1, 1]]
+
+
+def test_what_inference_mode_prepares_first_can_be_trained_with_later():
+    mask, extent = masks.KeyPadding(lengths=[2, 3]), Extent(2, 1, 4, 4)
+    with torch.inference_mode():
+        kept = key_keep(mask, extent)
+    assert not kept.is_inference()
+    assert key_keep(mask, extent) is kept
+
+
+def test_what_is_made_of_tensors_without_a_version_is_not_kept():
+    with torch.inference_mode():
+        mask = masks.KeyPadding(lengths=torch.tensor([2, 3]))
+        extent = Extent(2, 1, 4, 4)
+        assert key_keep(mask, extent) is not key_keep(mask, extent)
+        mask.lengths[0] = 4
+        assert key_keep(mask, extent)[0].all()
+
+
+CAUSAL_WORDS = 'alignment requires one of "top_left" and "bottom_right"; got \'middle\'; state which corner'
+REFUSED = [
+    (lambda: masks.Causal("middle"), CAUSAL_WORDS),
+    (lambda: masks.Window(3, 0, "middle"), CAUSAL_WORDS),
+    (lambda: masks.Window(-1), "Window left requires a count of at least 0, or None for no limit; got -1; pass None"),
+    (lambda: masks.Window(3, -2), "Window right requires a count of at least 0, or None for no limit; got -2; pass"),
+    (lambda: masks.Window(2.5), "Window left requires a count of at least 0, or None for no limit; got 2.5; pass None"),
+    (lambda: masks.Window("3"), "Window left requires a count of at least 0, or None for no limit; got '3'; pass None"),
+    (masks.Documents, "Documents requires exactly one of lengths, ids and cu_seqlens; got none; pass one of them."),
+    (
+        lambda: masks.Documents(lengths=[1], ids=torch.zeros(1)),
+        "Documents requires exactly one of lengths, ids and cu_seqlens; got ['lengths', 'ids']; pass one of them.",
+    ),
+    (lambda: masks.Documents(lengths=3), "Documents lengths requires a sequence of counts; got 3; pass a list of ints."),
+    (
+        lambda: masks.Documents(lengths=[-1, 5]),
+        "Documents lengths requires counts of at least 0; got (-1, 5); pass how many tokens there are.",
+    ),
+    (
+        lambda: masks.Documents(ids=torch.zeros(4)),
+        "Documents ids requires a 1-D or 2-D integer tensor; got torch.float32 of shape (4,); convert it.",
+    ),
+    (
+        lambda: masks.Documents(ids=[0, 0, 1]),
+        "Documents ids requires a 1-D or 2-D integer tensor; got list; convert it.",
+    ),
+    (
+        lambda: masks.Documents(cu_seqlens=torch.zeros(2, 3, dtype=torch.int32)),
+        "Documents cu_seqlens requires a 1-D integer tensor; got torch.int32 of shape (2, 3); convert it.",
+    ),
+    (masks.KeyPadding, "KeyPadding requires exactly one of lengths, left and keep; got none; pass one of them."),
+    (
+        lambda: masks.KeyPadding(lengths=[1], left=[1]),
+        "KeyPadding requires exactly one of lengths, left and keep; got ['lengths', 'left']; pass one of them.",
+    ),
+    (lambda: masks.KeyPadding(left=4), "KeyPadding left requires a sequence of counts; got 4; pass a list of ints."),
+    (
+        lambda: masks.KeyPadding(lengths=[2.5]),
+        "KeyPadding lengths requires a sequence of counts; got [2.5]; pass a list of ints.",
+    ),
+    (
+        lambda: masks.KeyPadding(lengths=torch.ones(2, 1, dtype=torch.int64)),
+        "KeyPadding lengths requires a 1-D integer tensor; got torch.int64 of shape (2, 1); convert it.",
+    ),
+    (
+        lambda: masks.KeyPadding(keep=torch.ones(2, 4)),
+        "KeyPadding keep requires a bool tensor; got torch.float32; convert it with .bool().",
+    ),
+    (
+        lambda: masks.Dense(torch.zeros(4, 4)),
+        "mask Dense requires a bool tensor; got torch.float32; pass a float tensor as bias.",
+    ),
+    (lambda: masks.Dense([[True]]), "mask Dense requires a bool tensor; got list; pass a float tensor as bias."),
+]
+FLAGS = torch.ones(3, 5, dtype=torch.bool)
+DOES_NOT_FIT = [
+    (masks.Documents(lengths=[4]), (1, 3, 4), "mask Documents requires as many queries as keys; got seqlen_q = 3, s"),
+    (masks.Documents(lengths=[1, 2]), (1, 4, 4), "mask Documents lengths requires a sum of seqlen = 4; got (1, 2) with"),
+    (
+        masks.Documents(ids=torch.zeros(2, 4, dtype=torch.int64)),
+        (3, 4, 4),
+        "mask Documents ids requires shape (4,) or (3, 4); got (2, 4); give every token the id of its document.",
+    ),
+    (
+        masks.KeyPadding(lengths=[1, 2]),
+        (3, 4, 4),
+        "mask KeyPadding lengths requires one entry per batch row (3); got 2; pass one count per row.",
+    ),
+    (
+        masks.KeyPadding(left=torch.tensor([1, 2])),
+        (3, 4, 4),
+        "mask KeyPadding left requires one entry per batch row (3); got 2; pass one count per row.",
+    ),
+    (
+        masks.KeyPadding(lengths=[1, 5]),
+        (2, 8, 4),
+        "mask KeyPadding lengths requires counts from 0 to seqlen_kv = 4; got (1, 5); count keys, not queries.",
+    ),
+    (
+        masks.KeyPadding(keep=FLAGS),
+        (3, 4, 4),
+        "mask KeyPadding keep requires shape (3, 4); got (3, 5); pass one bool per key and batch row.",
+    ),
+    (
+        masks.Dense(FLAGS),
+        (1, 4, 4),
+        "mask requires a shape that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv) = (1, 1, 4, 4); got (3, 5);",
+    ),
+    (masks.Dense(FLAGS[None]), (1, 3, 5), "got 3-D shape (1, 3, 5); say whether the first dimension is batch"),
+    (masks.Dense(FLAGS[None, None, None]), (1, 3, 5), "got (1, 1, 1, 3, 5); reshape it"),
+    (
+        masks.Documents(lengths=[4]) & masks.Documents(lengths=[4]),
+        (1, 4, 4),
+        "mask requires at most one Documents node; got 2; combine the ids into one node.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
+def test_what_means_nothing_is_refused_when_it_is_made(make, said):
+    with pytest.raises(ArgumentError) as raised:
+        make()
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(("mask", "sizes", "said"), DOES_NOT_FIT, ids=[said[:50] for _, _, said in DOES_NOT_FIT])
+def test_what_does_not_fit_is_refused_when_it_is_read(mask, sizes, said):
+    batch, seqlen_q, seqlen_kv = sizes
+    with pytest.raises(ArgumentError) as raised:
+        mask.materialize(seqlen_q, seqlen_kv, batch=batch)
+    assert said in str(raised.value)
+    with pytest.raises(ArgumentError):
+        (mask & masks.Causal()).materialize(seqlen_q, seqlen_kv, batch=batch)
+
+
+def test_a_band_is_the_narrowest_of_its_parts():
+    extent = Extent(1, 1, 4, 6)
+    lowered = (masks.Window(5, 3, "bottom_right") & masks.Causal() & masks.Window(2, None)).lower(FULL, extent)
+    assert (lowered.band_lo, lowered.band_hi) == (-2, 0)
+    assert lowered.is_band_only
+    assert not lowered.is_full
+
+
+def test_mask_objects_load_no_torch():
+    code = "import sys; from attnroute import masks; masks.Causal() & masks.Window(3); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
