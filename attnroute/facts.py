@@ -108,6 +108,20 @@ FACTS: Final[dict[str, str]] = {
 }
 
 
+LENGTH_FACTS: Final = frozenset(
+    {
+        "seqlen_q",
+        "seqlen_kv",
+        "seqlens_equal",
+        "seqlen_q_mod_128",
+        "seqlen_kv_mod_128",
+        "score_elements",
+        "mask_elements",
+        "dq_accumulator_elements",
+    }
+)
+"""The fields whose value changes with every length, so that only what rules ask about them sorts calls into classes."""
+
 WORDS: Final[dict[str, tuple[str, ...]]] = {
     "dtype": DTYPES,
     "layout": get_args(Layout),

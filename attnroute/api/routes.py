@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from attnroute.api.question import Arguments, bias_of, call_of, extent_of, mask_of
 from attnroute.api.validate import check_extras, check_tensors
-from attnroute.call import DenseNode
+from attnroute.call import Call, DenseNode
+from attnroute.engine.classes import class_of
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision
 from attnroute.errors import NoBackendError, QuadraticAttentionWarning
 from attnroute.executors._inputs import Inputs, Plan
 from attnroute.executors._repairs import Run, run_repaired
 from attnroute.executors.registry import executor
+from attnroute.host import Host
 from attnroute.masks.lowered import FULL, LoweredMask
 from attnroute.masks.nodes import Causal, Dense, Extent, Mask, Window
 from attnroute.probes.torch_host import host_of
 from attnroute.report.log import announce
 from attnroute.report.text import render_failure, render_quadratic
 from attnroute.settings import explain_mode
-from attnroute.tables.load import load
+from attnroute.tables.load import Tables, load
 from attnroute.vocabulary import SLOW_TIER
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Route:
 
 
 _ROUTES: dict[object, Route] = {}
+_CLASSES: dict[object, Decision] = {}
 
 
 def lookup(key: object) -> Route | None:
@@ -65,6 +68,7 @@ def lookup(key: object) -> Route | None:
 def forget() -> None:
     """Drop every remembered route, e.g. after tables changed."""
     _ROUTES.clear()
+    _CLASSES.clear()
 
 
 def make(args: Arguments, policy: Policy, key: object) -> Route:
@@ -74,18 +78,35 @@ def make(args: Arguments, policy: Policy, key: object) -> Route:
         ArgumentError: The arguments mean nothing.
         NoBackendError: No backend may run the call; the message holds every reason.
     """
-    decision = decision_of(args, policy)
+    call, host, tables = _question(args, policy)
+    group = class_of(call, host.arch, tables)
+    where = None if group is None else (group, host, policy.key, tables)
+    decision = _CLASSES.get(where)
+    if decision is None:
+        decision = decide(call, host, tables, policy)
+        _check(decision, policy)
+        announce(decision, explain_mode())
+    route = _route(args, decision)
+    _remember(_ROUTES, key, route)
+    # The slow tier says its bytes, which every length changes, so each of its calls is decided by itself.
+    if where is not None and decision.selected not in SLOW_TIER:
+        _remember(_CLASSES, where, decision)
+    return route
+
+
+def _remember(memory: dict[Any, Any], key: object, value: object) -> None:
+    if len(memory) >= ROUTE_LIMIT:
+        memory.clear()
+    memory[key] = value
+
+
+def _check(decision: Decision, policy: Policy) -> None:
+    """Raise when nothing may run, warn when the slow tier would compute many scores."""
     if decision.selected is None:
         raise NoBackendError(render_failure(decision), decision)
     verdict = decision.verdict(decision.selected)
     if decision.selected in SLOW_TIER and verdict.score_bytes > policy.quadratic_limit_bytes:
-        warnings.warn(render_quadratic(decision), QuadraticAttentionWarning, stacklevel=4)
-    announce(decision, explain_mode())
-    route = _route(args, decision)
-    if len(_ROUTES) >= ROUTE_LIMIT:
-        _ROUTES.clear()
-    _ROUTES[key] = route
-    return route
+        warnings.warn(render_quadratic(decision), QuadraticAttentionWarning, stacklevel=5)
 
 
 def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Decision:
@@ -94,14 +115,19 @@ def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Dec
     Raises:
         ArgumentError: The arguments mean nothing.
     """
+    call, host, tables = _question(args, policy)
+    return decide(call, host, tables, policy, advise=advise)
+
+
+def _question(args: Arguments, policy: Policy) -> tuple[Call, Host, Tables]:
     check_tensors(args)
     extent = extent_of(args)
     check_extras(args, extent)
-    mask = mask_of(args)
     # The key of a call inside a transform does not hold what a look would find.
-    call = call_of(args, extent, mask, look=policy.recognize and args.transform is None)
+    look = policy.recognize and args.transform is None
+    call = call_of(args, extent, mask_of(args), look=look)
     host = host_of(args.query.device.type, args.query.device.index)
-    return decide(call, host, load(policy.tables), policy, advise=advise)
+    return call, host, load(policy.tables)
 
 
 def execute(route: Route, args: Arguments) -> Output:

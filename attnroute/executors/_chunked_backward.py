@@ -46,13 +46,16 @@ def run_backward(
     """Compute gradients, with every tile of scores made again.
 
     A forward pass of any other origin will do if it gives the output and the log-sum-exp: `saved` then
-    has `shift` = lse (0 in rows without a key) and `log_sum` = 0 (+inf in those rows).
+    has `row_max` = lse and `row_sum` = 1.
     """
+    empty = saved.row_max == float("-inf")
     delta = row_dots(grad_out, saved.out)
     if grad_lse is not None:
         delta.sub_(grad_lse)
-    delta.masked_fill_(saved.log_sum == float("inf"), 0.0)
-    back = _Backward(call, torch.stack((saved.shift, saved.log_sum, delta)), grad_out, wanted)
+    shift = saved.row_max.masked_fill(empty, 0.0)
+    log_sum = saved.row_sum.log().masked_fill_(empty, float("inf"))
+    stats = torch.stack((shift, log_sum, delta.masked_fill_(empty, 0.0)))
+    back = _Backward(call, stats, grad_out, wanted)
     for chunk in call.plan.chunks:
         back.run_chunk(chunk)
     return back.grads()

@@ -52,24 +52,25 @@ def steps_for(query: Tensor) -> Steps:
 
 
 class Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass, and the log-sum-exp for the caller.
+    """What the forward pass leaves for the backward pass.
+
+    A sum apart from its maximum keeps its precision when scores are as large as the dtype allows, where
+    their log-sum-exp would not.
 
     Attributes:
         out: (batch, num_heads_q, seqlen_q, head_dim_v) in the query's dtype.
-        shift: (batch, num_heads_q, seqlen_q), the row maximum, 0 in rows without a key.
-        log_sum: Same shape, the logarithm of the sum of exp(score - shift), +inf in rows without a key.
-            Apart from `shift` it keeps its precision when scores are as large as the dtype allows.
+        row_max: (batch, num_heads_q, seqlen_q), the largest score, -inf in rows without a key.
+        row_sum: Same shape, the sum of exp(score - row_max); of no meaning in rows without a key.
     """
 
     out: Tensor
-    shift: Tensor
-    log_sum: Tensor
+    row_max: Tensor
+    row_sum: Tensor
 
     @property
     def lse(self) -> Tensor:
         """The log-sum-exp of each row in float32, -inf in rows without a key."""
-        total = self.shift + self.log_sum
-        return total.masked_fill_(self.log_sum == float("inf"), float("-inf")).float()
+        return self.row_sum.log().add_(self.row_max).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +145,20 @@ class Buffers:
         """Note sizes; memory is taken when a tile first asks for it."""
         self._call = call
         self._rows = max((chunk.units for chunk in call.plan.chunks), default=0) * call.block_rows
+        self._widest = _aligned(call.plan.tile_keys)
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
         self._views: dict[tuple[object, ...], Tensor] = {}
 
     def scores(self, name: str, units: int, rows: int, keys: int) -> Tensor:
         """Return a (units, rows, keys) buffer in the dtype of the scores, its rows aligned."""
-        widest = _aligned(self._call.plan.tile_keys)
-        return self._view(name, self._call.score_dtype, widest, (units, rows, keys), _aligned(keys))
+        return self._view(name, self._call.score_dtype, self._widest, (units, rows, keys), _aligned(keys))
 
     def operand(self, name: str, scores: Tensor) -> Tensor:
         """Return a buffer for a matmul operand of the shape of `scores`, or `scores` if the dtypes agree."""
         dtype = self._call.operand_dtype
         if dtype == scores.dtype:
             return scores
-        widest = _aligned(self._call.plan.tile_keys)
-        return self._view(name, dtype, widest, tuple(scores.shape), scores.stride(1))
+        return self._view(name, dtype, self._widest, tuple(scores.shape), scores.stride(1))
 
     def rows(self, name: str, dtype: torch.dtype, units: int, rows: int, dim: int) -> Tensor:
         """Return a (units, rows, dim) buffer."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from attnroute.executors._chunked_call import Buffers, Call, Saved, matmul_into
-from attnroute.executors._chunked_eager import finite_shift
 from attnroute.executors._chunked_rows import ChunkRows
 
 if TYPE_CHECKING:
@@ -24,9 +23,7 @@ def run_forward(call: Call) -> Saved:
     forward = _Forward(call, out, stats)
     for chunk in call.plan.chunks:
         forward.run_chunk(chunk)
-    row_max, row_sum = stats
-    log_sum = row_sum.log().masked_fill_(row_max == NEG_INF, float("inf"))
-    return Saved(out, finite_shift(row_max), log_sum)
+    return Saved(out, *stats.unbind(0))
 
 
 def _start(call: Call) -> Tensor:

@@ -104,16 +104,13 @@ class Plan:
         chunks: Outer loop.
         blocks: Inner loop, the same for every chunk.
         block_q: Queries in each block but the last.
+        tile_keys: Most keys in one tile.
     """
 
     chunks: tuple[Chunk, ...]
     blocks: tuple[Block, ...]
     block_q: int
-
-    @property
-    def tile_keys(self) -> int:
-        """Most keys in one tile."""
-        return max((j1 - j0 for block in self.blocks for j0, j1 in block.keys), default=0)
+    tile_keys: int
 
 
 def make_plan(shape: Geometry, limits: Limits, block_q: int | None = None) -> Plan:
@@ -128,8 +125,9 @@ def make_plan(shape: Geometry, limits: Limits, block_q: int | None = None) -> Pl
     rows = size * shape.group
     block_k = max(SCORE_ELEMENTS // rows // KEY_ALIGN, 1) * KEY_ALIGN
     blocks = tuple(_blocks(shape, limits, size, block_k))
-    widest = max((j1 - j0 for block in blocks for j0, j1 in block.keys), default=1)
-    return Plan(tuple(_chunks(shape, max(SCORE_ELEMENTS // (rows * widest), 1))), blocks, size)
+    widest = max((j1 - j0 for block in blocks for j0, j1 in block.keys), default=0)
+    units = max(SCORE_ELEMENTS // (rows * max(widest, 1)), 1)
+    return Plan(tuple(_chunks(shape, units)), blocks, size, widest)
 
 
 def _blocks(shape: Geometry, limits: Limits, size: int, block_k: int) -> Iterator[Block]:

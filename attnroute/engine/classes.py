@@ -1,0 +1,79 @@
+"""Classes of calls that only their lengths tell apart and that are decided alike.
+
+A decoding loop asks about a new key length at every step. Rules read a length only through a few conditions (`==1`, `>0`, `128
+divides it`), so two calls with the same answers to those and the same other fields get the same backend and repairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from attnroute.call import Call, DocumentsNode
+from attnroute.engine.repairs import GRID_LIMIT
+from attnroute.facts import LENGTH_FACTS, Facts, empty_rows_of, facts_of
+from attnroute.masks.normalize import normalize, recognized
+from attnroute.tables import conditions
+from attnroute.tables.schema import AnyOf, Box
+
+if TYPE_CHECKING:
+    from attnroute.tables.conditions import Spec
+    from attnroute.tables.load import Tables
+
+Condition = tuple[str, "Spec"]
+
+
+def class_of(call: Call, arch: str, tables: Tables) -> Hashable | None:
+    """Return a value that is equal only for calls that `decide` treats alike on one host with one policy.
+
+    Returns:
+        None where lengths take part in more than conditions: batches and heads that must be split.
+    """
+    if call.batch > GRID_LIMIT or call.num_heads_q > GRID_LIMIT:
+        return None
+    forms = [normalize(call)]
+    if (seen := recognized(call)) is not None:
+        forms.append(seen)
+    return tuple(_form(form, arch, tables) for form in forms)
+
+
+def _form(call: Call, arch: str, tables: Tables) -> Hashable:
+    facts = facts_of(call)
+    fixed = tuple(value if name not in LENGTH_FACTS else None for name, value in facts.items())
+    asked = tuple(
+        conditions.evaluate(spec, facts[field], facts) for field, spec in length_conditions(tables, arch)
+    )
+    nodes = tuple((n.kind, n.contiguous if isinstance(n, DocumentsNode) else None) for n in call.mask)
+    # What a materialised mask is depends on these, through the repairs.
+    derived = (call.seqlen_q > 1, empty_rows_of(call.with_(bias=None)) if call.mask else None)
+    return (fixed, asked, nodes, derived, call.context, call.qkv_requires_grad)
+
+
+@lru_cache(maxsize=64)
+def length_conditions(tables: Tables, arch: str) -> tuple[Condition, ...]:
+    """Return every condition on a length that a row or a declared order of an architecture has."""
+    found: dict[str, Condition] = {}
+    for box in _boxes(tables, arch):
+        for field, spec in box.items():
+            if _names(field, spec) & LENGTH_FACTS:
+                found[f"{field} {spec}"] = (field, spec)
+    return tuple(found.values())
+
+
+def _names(field: str, spec: Spec) -> set[str]:
+    """The field and every other field that its condition compares it with."""
+    terms = conditions.parse(spec) if isinstance(spec, str) else ()
+    return {field, *(t.operand for t in terms if isinstance(t.operand, str))}
+
+
+def _boxes(tables: Tables, arch: str) -> Iterator[Box]:
+    for order in tables.arch(arch).order:
+        yield order.when
+    for backend in tables.backends:
+        for row in tables.rules(arch, backend) or ():
+            for part in (row.rule.when, row.rule.requires):
+                if isinstance(part, AnyOf):
+                    yield from part.any_of
+                elif not isinstance(part, str):
+                    yield part
