@@ -42,7 +42,7 @@ class Route:
     """The executable outcome of one decision.
 
     Attributes:
-        decision: What was decided and why.
+        decision: What was decided and why, for the first call of its class.
         plan: How it runs.
         run: The backend's executor.
         mask: The lowered mask where no tensor takes part in it, else None: it is then lowered per call.
@@ -86,7 +86,7 @@ def make(args: Arguments, policy: Policy, key: object) -> Route:
         decision = decide(call, host, tables, policy)
         _check(decision, policy)
         announce(decision, explain_mode())
-    route = _route(args, decision)
+    route = _route(args, call, decision)
     _remember(_ROUTES, key, route)
     # The slow tier says its bytes, which every length changes, so each of its calls is decided by itself.
     if where is not None and decision.selected not in SLOW_TIER:
@@ -155,7 +155,7 @@ def execute(route: Route, args: Arguments) -> Output:
     return (out.transpose(1, 2) if args.layout == "bshd" else out), lse
 
 
-def _route(args: Arguments, decision: Decision) -> Route:
+def _route(args: Arguments, call: Call, decision: Decision) -> Route:
     verdict = decision.verdict(decision.selected or "")
     plan = Plan(
         backend=verdict.backend,
@@ -165,7 +165,7 @@ def _route(args: Arguments, decision: Decision) -> Route:
         device_type=args.query.device.type,
     )
     mask = mask_of(args)
-    seen = _seen(decision, verdict.repairs)
+    seen = _seen(call, verdict.repairs)
     parts = _parts(mask, seen)
     constant = None
     if all(isinstance(p, Causal | Window) for p in parts):
@@ -173,11 +173,11 @@ def _route(args: Arguments, decision: Decision) -> Route:
     return Route(decision, plan, executor(verdict.backend), constant, seen)
 
 
-def _seen(decision: Decision, repairs: tuple[str, ...]) -> tuple[tuple[Causal, ...] | None, ...]:
+def _seen(call: Call, repairs: tuple[str, ...]) -> tuple[tuple[Causal, ...] | None, ...]:
     if "recognize_mask" not in repairs:
-        return (None,) * len(decision.call.mask)
+        return (None,) * len(call.mask)
     found: list[tuple[Causal, ...] | None] = []
-    for node in decision.call.mask:
+    for node in call.mask:
         said = node.recognized if isinstance(node, DenseNode) else None
         found.append(None if said is None else tuple(Causal(n.alignment) for n in said))
     return tuple(found)

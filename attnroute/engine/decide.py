@@ -84,58 +84,63 @@ def judge(call: Call, host: Host, tables: Tables, backend: str, policy: Policy) 
 def _repaired(
     call: Call, host: Host, tables: Tables, backend: str
 ) -> tuple[tuple[Finding, ...], tuple[Repair, ...], int]:
-    first = evaluate(call, host, tables, backend)
     seen = repairs.apply("recognize_mask", call)
     if seen is not None:
-        found, made, extra = _repair_loop(seen[0], host, tables, backend)
+        given = evaluate(call, host, tables, backend)
+        found, made, extra = _repair_loop(seen[0], host, tables, backend, [given], ["recognize_mask"])
         if not any(f.blocks for f in found):
-            lifted = _mark(first, found, ("recognize_mask", *made))
-            return lifted, ("recognize_mask", *made), extra
-    return _repair_loop(call, host, tables, backend)
+            return found, made, extra
+    return _repair_loop(call, host, tables, backend, [], [])
 
 
 def _repair_loop(
-    call: Call, host: Host, tables: Tables, backend: str
+    call: Call, host: Host, tables: Tables, backend: str, stages: list[list[Finding]], made: list[Repair]
 ) -> tuple[tuple[Finding, ...], tuple[Repair, ...], int]:
     """Apply named repairs to the call, one at a time, until nothing that is left can be lifted."""
-    made: list[Repair] = []
-    refused: set[Repair] = set()
-    history = found = evaluate(call, host, tables, backend)
     extra = 0
     while True:
-        wanted = {f.repair for f in found if f.blocks} - {None} - set(made) - refused
-        choice = next((r for r in repairs.ORDER if r in wanted), None)
-        if choice is None:
-            return _mark(history, found, tuple(made)), tuple(made), extra
-        change = repairs.apply(choice, call)
+        stages.append(evaluate(call, host, tables, backend))
+        change = _next_repair(call, stages[-1], made)
         if change is None:
-            refused.add(choice)
-            continue
-        call, size = change
-        made.append(choice)
+            return _told(stages, tuple(made)), tuple(made), extra
+        repair, call, size = change
+        made.append(repair)
         extra += size
-        found = evaluate(call, host, tables, backend)
-        known = {f.rule for f in history}
-        # A repaired call can meet rows that the first one did not reach.
-        history = [*history, *(f for f in found if f.blocks and f.rule not in known)]
 
 
-def _mark(
-    before: list[Finding] | tuple[Finding, ...],
-    after: list[Finding] | tuple[Finding, ...],
-    made: tuple[Repair, ...],
-) -> tuple[Finding, ...]:
-    """Keep every finding of the call as given; say which repair lifted those that no longer block."""
-    blocked = {f.rule for f in after if f.blocks}
-    marked = []
-    for finding in before:
-        if not finding.blocks or finding.rule in blocked:
-            marked.append(finding)
-            continue
-        lifted_by = finding.repair if finding.repair in made else made[-1]
-        marked.append(finding.model_copy(update={"repaired_by": lifted_by}))
-    known = {f.rule for f in before}
-    return (*marked, *(f for f in after if f.rule not in known and f.outcome in ("fail", "unknown")))
+def _next_repair(call: Call, found: list[Finding], made: list[Repair]) -> tuple[Repair, Call, int] | None:
+    """Return the first repair in order that a blocking finding names and that can be made."""
+    wanted = {f.repair for f in found if f.blocks} - set(made)
+    for repair in repairs.ORDER:
+        if repair in wanted and (change := repairs.apply(repair, call)) is not None:
+            return repair, *change
+    return None
+
+
+def _told(stages: list[list[Finding]], made: tuple[Repair, ...]) -> tuple[Finding, ...]:
+    """Sum up one finding per row over the call as given and as repaired, the last stage being what runs.
+
+    A row that blocked at some stage and no longer does was lifted; one that a repair itself broke blocks.
+    """
+    final = {f.rule: f for f in stages[-1]}
+    first: dict[str, Finding] = {}
+    blocked: dict[str, Finding] = {}
+    for finding in (f for stage in stages for f in stage):
+        first.setdefault(finding.rule, finding)
+        if finding.blocks:
+            blocked.setdefault(finding.rule, finding)
+    told = []
+    for rule, given in first.items():
+        last = final.get(rule, given)
+        if rule in blocked and not (rule in final and last.blocks):
+            repair = blocked[rule].repair
+            lifted_by = repair if repair in made else made[-1]
+            told.append(blocked[rule].model_copy(update={"repaired_by": lifted_by}))
+        elif last.outcome in ("fail", "unknown"):
+            told.append(blocked.get(rule, last))
+        elif given in stages[0]:
+            told.append(given if given.kind != "slow" else last)
+    return tuple(told)
 
 
 def _status(found: tuple[Finding, ...], missing: tuple[str, ...]) -> Status:

@@ -69,16 +69,20 @@ def _pad_head_dim(call: Call) -> Change | None:
         return None
     query = call.batch * call.num_heads_q * call.seqlen_q * (qk + v)
     keys = call.batch * call.num_heads_kv * call.seqlen_kv * (qk + v)
-    changed = call.with_(head_dim_qk=qk, head_dim_v=v, strides=Strides())
+    # Only what is padded is copied, so the strides are those of a copy only where both are.
+    both = qk != call.head_dim_qk and v != call.head_dim_v
+    changed = call.with_(head_dim_qk=qk, head_dim_v=v, strides=Strides() if both else call.strides)
     return changed, (query + keys) * DTYPE_BYTES[call.dtype]
 
 
 def _contiguous(call: Call) -> Change | None:
-    if call.strides == Strides():
+    # A tensor whose rows are whole and aligned is left alone, gaps between them and shared heads included.
+    strides = call.strides.model_copy(update={"last_dim_contiguous": True, "aligned_16": True})
+    if call.strides == strides:
         return None
     query = call.batch * call.num_heads_q * call.seqlen_q * call.head_dim_qk
     keys = call.batch * call.num_heads_kv * call.seqlen_kv * (call.head_dim_qk + call.head_dim_v)
-    return call.with_(strides=Strides()), (query + keys) * DTYPE_BYTES[call.dtype]
+    return call.with_(strides=strides), (query + keys) * DTYPE_BYTES[call.dtype]
 
 
 def _materialize(call: Call) -> Change | None:

@@ -172,7 +172,8 @@ class _Backward:
         if keep_bias_grad and tile.softcap and grad_scores is grad_probs:
             grad_scores = buffers.scores("grad_scores", *scores.shape)
         call.steps.grad_tile(tile, scores, grad_probs, probs, grad_scores, *stats, keep_bias_grad)
-        self._add_bias(tile, chunk, block, keys, grad_probs)
+        if keep_bias_grad:
+            self._add_bias(tile, chunk, block, keys, grad_probs)
         return probs, grad_scores
 
     def _add_bias(self, tile: Tile, chunk: Chunk, block: Block, keys: tuple[int, int], grad: Tensor) -> None:

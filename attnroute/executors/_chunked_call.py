@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnroute.executors import _chunked_eager
-from attnroute.executors._chunked_plan import Chunk, Geometry, Plan, make_plan
+from attnroute.executors._chunked_plan import Chunk, Geometry, Plan, make_plan, tiling_for
 from attnroute.executors._chunked_tile import Extras, Spec, TileSource
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Call:
             extras=extras,
             spec=spec,
             shape=shape,
-            plan=make_plan(shape, spec.limits, spec.block_q),
+            plan=make_plan(shape, spec.limits, tiling_for(query.device.type), spec.block_q),
             steps=steps_for(query),
             score_dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
             operand_dtype=_operand_dtype(query),

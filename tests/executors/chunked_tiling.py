@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from attnroute.executors import _chunked_call, _chunked_plan
+from attnroute.executors._chunked_plan import Tiling
 
 
 @contextmanager
@@ -13,13 +14,18 @@ def tiling(score_elements, key_align=8):
     """Set the score budget and the alignment of key ranges; yields the plans that were made."""
     plans = []
 
-    def recorded(*args):
-        plans.append(_chunked_plan.make_plan(*args))
+    def recorded(shape, limits, usual, block_q):
+        small = usual._replace(score_elements=score_elements)
+        plans.append(_chunked_plan.make_plan(shape, limits, small, block_q))
         return plans[-1]
 
     with (
-        mock.patch.object(_chunked_plan, "SCORE_ELEMENTS", score_elements),
         mock.patch.object(_chunked_plan, "KEY_ALIGN", key_align),
         mock.patch.object(_chunked_call, "make_plan", recorded),
     ):
         yield plans
+
+
+def budget(score_elements):
+    """Return a tiling with this many scores and blocks of up to 64 queries."""
+    return Tiling(score_elements, 16, 64)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 from executors.chunked_reference import allowed
-from executors.chunked_tiling import tiling
+from executors.chunked_tiling import budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,11 +24,12 @@ def limits(draw, length):
     return Limits(draw(EDGE), draw(EDGE), bounds)
 
 
-@given(shape=GEOMETRIES, block_q=st.none() | st.integers(1, 100), budget=st.sampled_from([1, 500, 5000, 10**7]))
+@given(
+    shape=GEOMETRIES, block_q=st.none() | st.integers(1, 100), elements=st.sampled_from([1, 500, 5000, 10**7])
+)
 @settings(deadline=None, max_examples=150)
-def test_chunks_and_blocks_partition_the_call(shape, block_q, budget):
-    with tiling(budget, plan.KEY_ALIGN):
-        made = make_plan(shape, Limits(), block_q)
+def test_chunks_and_blocks_partition_the_call(shape, block_q, elements):
+    made = make_plan(shape, Limits(), budget(elements), block_q)
     pairs = [(b, h) for c in made.chunks for b in range(c.b0, c.b1) for h in range(c.h0, c.h1)]
     assert pairs == [(b, h) for b in range(shape.batch) for h in range(shape.heads_kv)]
     assert all(c.units >= 1 for c in made.chunks)
@@ -38,15 +39,21 @@ def test_chunks_and_blocks_partition_the_call(shape, block_q, budget):
         assert keys == (list(range(shape.seqlen_kv)) if shape.seqlen_q else [])
 
 
-@given(shape=GEOMETRIES, budget=st.sampled_from([5000, 50_000]))
+@given(shape=GEOMETRIES, elements=st.sampled_from([5000, 50_000]))
 @settings(deadline=None, max_examples=100)
-def test_no_tile_exceeds_the_budget_by_more_than_one_aligned_strip(shape, budget):
-    with tiling(budget, plan.KEY_ALIGN):
-        made = make_plan(shape, Limits())
-    queries = min(plan.BLOCK_Q, max(shape.seqlen_q, 1))
-    smallest = queries * shape.group * min(plan.KEY_ALIGN, max(shape.seqlen_kv, 1))
+def test_no_tile_exceeds_the_budget_by_more_than_one_aligned_strip(shape, elements):
+    made = make_plan(shape, Limits(), budget(elements))
+    smallest = made.block_q * shape.group * min(plan.KEY_ALIGN, max(shape.seqlen_kv, 1))
     units = max((c.units for c in made.chunks), default=0)
-    assert units * queries * shape.group * made.tile_keys <= max(budget, smallest)
+    assert units * made.block_q * shape.group * made.tile_keys <= max(elements, smallest)
+
+
+@given(shape=GEOMETRIES, tiling=st.sampled_from([plan.CPU, plan.ACCELERATOR]))
+def test_default_blocks_keep_to_their_bounds(shape, tiling):
+    size = plan.default_block_q(shape, tiling)
+    assert size % plan.KEY_ALIGN == 0
+    assert plan.KEY_ALIGN <= size <= tiling.max_block_q
+    assert size * shape.group <= max(plan.ROWS, plan.KEY_ALIGN * shape.group)
 
 
 @given(data=st.data(), length=st.integers(1, 60))
@@ -58,9 +65,7 @@ def test_key_range_is_exactly_what_the_mask_leaves(data, length):
     ids = None
     if limit.bounds is not None:
         ids = torch.bucketize(torch.arange(length), torch.tensor(limit.bounds[1:]), right=True)[None]
-    mask = LoweredMask(
-        band_lo=limit.band_lo, band_hi=limit.band_hi, document_ids_q=ids, document_ids_kv=ids
-    )
+    mask = LoweredMask(band_lo=limit.band_lo, band_hi=limit.band_hi, document_ids_q=ids, document_ids_kv=ids)
     seen = allowed(mask, (1, 1, length, length))[0, 0, i0:i1].any(0).nonzero().flatten().tolist()
     j0, j1 = limit.key_range(i0, i1, length)
     assert set(seen) <= set(range(j0, j1))
@@ -83,12 +88,12 @@ def test_one_document_is_said_only_of_tiles_inside_one(data, length):
 
 
 def test_a_window_is_walked_in_narrow_tiles():
-    made = make_plan(Geometry(1, 1, 1, 16_384, 16_384), Limits(band_lo=-1023, band_hi=0))
-    assert made.tile_keys <= 1023 + plan.BLOCK_Q + 2 * plan.KEY_ALIGN
+    made = make_plan(Geometry(1, 1, 1, 16_384, 16_384), Limits(band_lo=-1023, band_hi=0), plan.ACCELERATOR)
+    assert made.tile_keys <= 1023 + made.block_q + 2 * plan.KEY_ALIGN
     assert all(len(block.keys) == 1 for block in made.blocks)
 
 
 def test_causal_blocks_skip_the_keys_ahead():
-    made = make_plan(Geometry(1, 8, 2, 8192, 8192), Limits(band_hi=0))
+    made = make_plan(Geometry(1, 8, 2, 8192, 8192), Limits(band_hi=0), plan.ACCELERATOR)
     tiles = sum((b.i1 - b.i0) * (j1 - j0) for b in made.blocks for j0, j1 in b.keys)
     assert tiles < 0.6 * 8192**2

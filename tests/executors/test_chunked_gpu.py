@@ -1,0 +1,164 @@
+"""`chunked` on a CUDA device: fused and plain steps against float64, memory, graph capture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from executors.chunked_reference import error, reference, wide
+from executors.chunked_tiling import tiling
+
+from attnroute.errors import ArgumentError
+from attnroute.executors import _chunked_call
+from attnroute.executors.chunked import chunked_attention
+from attnroute.masks.lowered import FULL, LoweredMask
+
+pytestmark = pytest.mark.gpu
+
+CAUSAL = LoweredMask(band_hi=0)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+FEATURES = ("causal", "window", "padding", "documents", "dense", "bias", "softcap", "sink", "alibi")
+
+
+@pytest.fixture(params=["fused", "plain"])
+def steps(request, monkeypatch):
+    """Run with the Triton kernels and with plain torch."""
+    chosen = _chunked_call.fused_steps() if request.param == "fused" else _chunked_call.EAGER_STEPS
+    assert chosen is not None, "this test needs triton"
+    monkeypatch.setattr(_chunked_call, "steps_for", lambda _: chosen)
+    return chosen
+
+
+def inputs(*, heads=4, heads_kv=2, seqlen_q=200, seqlen_kv=200, dim=72, dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        made = torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32)
+        return made.to(dtype).requires_grad_()
+
+    return normal(2, heads, seqlen_q, dim), *(normal(2, heads_kv, seqlen_kv, dim) for _ in range(2))
+
+
+def feature(name, dtype):
+    """Return a mask and keyword arguments that exercise one feature at 200 queries and keys, 4 heads."""
+    ids = torch.arange(200, device="cuda")[None]
+    bias = torch.linspace(-1, 1, 4 * 200, device="cuda").view(4, 1, 200).to(dtype)
+    return {
+        "causal": (CAUSAL, {}),
+        "window": (LoweredMask(band_lo=-33, band_hi=5), {}),
+        "padding": (LoweredMask(key_keep=ids < torch.tensor([[150], [63]], device="cuda")), {}),
+        "documents": (
+            LoweredMask(
+                band_hi=0,
+                document_ids_q=ids // 70,
+                document_ids_kv=ids // 70,
+                document_bounds=(0, 70, 140, 200),
+            ),
+            {},
+        ),
+        "dense": (LoweredMask(dense=(ids + ids.mT) % 3 != 0), {}),
+        "bias": (CAUSAL, {"bias": bias.requires_grad_(), "softcap": 3.0}),
+        "softcap": (CAUSAL, {"softcap": 3.0}),
+        "sink": (CAUSAL, {"sink": torch.linspace(-1, 2, 4, device="cuda").to(dtype).requires_grad_()}),
+        "alibi": (FULL, {"alibi_slopes": torch.linspace(0.01, 0.3, 4, device="cuda").requires_grad_()}),
+    }[name]
+
+
+def compare(tensors, mask, arguments, tolerance):
+    leaves = [*tensors, *(t for t in arguments.values() if torch.is_tensor(t))]
+    out, lse = chunked_attention(*tensors, mask, **arguments)
+    ones = [torch.ones_like(out), torch.ones_like(lse)]
+    grads = torch.autograd.grad([out, lse], leaves, ones)
+    wides = {id(leaf): wide(leaf) for leaf in leaves}
+    wanted_arguments = {name: wides.get(id(value), value) for name, value in arguments.items()}
+    want = reference(*(wides[id(t)] for t in tensors), mask, **wanted_arguments)
+    wanted = torch.autograd.grad(want, [wides[id(leaf)] for leaf in leaves], [t.double() for t in ones])
+    assert error(out, want[0]) < tolerance
+    assert error(lse, want[1]) < max(tolerance / 100, 1e-6)
+    for got, expected in zip(grads, wanted, strict=True):
+        assert error(got, expected) < tolerance
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_features_against_float64(steps, name, dtype):
+    mask, arguments = feature(name, dtype)
+    with tiling(40_000, 64):
+        compare(inputs(dtype=dtype), mask, arguments, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 8), (129, 333, 33), (1025, 5000, 64), (700, 700, 512)])
+def test_odd_sizes_and_long_rows_against_float64(steps, sizes):
+    seqlen_q, seqlen_kv, dim = sizes
+    mask = LoweredMask(band_hi=seqlen_kv - seqlen_q)
+    tensors = inputs(heads=2, heads_kv=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, dim=dim)
+    compare(tensors, mask, {}, TOLERANCE[torch.bfloat16])
+
+
+def test_rows_without_a_key_give_zeros(steps):
+    tensors = inputs()
+    out, lse = chunked_attention(*tensors, LoweredMask(band_hi=-5))
+    grads = torch.autograd.grad(out.float().sum() + lse[:, :, 5:].sum(), tensors)
+    assert not out[:, :, :5].any()
+    assert (lse[:, :, :5] == float("-inf")).all()
+    assert all(torch.isfinite(grad).all() for grad in grads)
+
+
+def test_float64_stays_float64():
+    tensors = inputs(dtype=torch.float64)
+    compare(tensors, CAUSAL, {}, 1e-10)
+
+
+def test_fused_and_plain_steps_drop_alike(monkeypatch):
+    results = []
+    for chosen in (_chunked_call.fused_steps(), _chunked_call.EAGER_STEPS):
+        monkeypatch.setattr(_chunked_call, "steps_for", lambda _, chosen=chosen: chosen)
+        tensors = inputs(dtype=torch.float32)
+        torch.manual_seed(3)
+        out, _ = chunked_attention(*tensors, CAUSAL, dropout_p=0.3, block_q=64)
+        results.append((out, *torch.autograd.grad(out.pow(2).sum(), tensors)))
+    for fused, plain in zip(*results, strict=True):
+        assert error(fused, plain) < 1e-5
+
+
+def test_training_at_8k_needs_less_than_a_gibibyte_and_a_half():
+    query = torch.randn(1, 16, 8192, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    key, value = torch.randn(2, 1, 8, 8192, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, _ = chunked_attention(query, key, value, CAUSAL)
+    torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * 2**30
+
+
+def test_replay_of_a_captured_graph_follows_its_inputs():
+    tensors = [t.detach().requires_grad_() for t in inputs()]
+
+    def train():
+        out, _ = chunked_attention(*tensors, CAUSAL)
+        return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        train()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = train()
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(tensor.flip(2))
+    graph.replay()
+    torch.cuda.synchronize()
+    for captured, want in zip(got, train(), strict=True):
+        assert error(captured, want) < 1e-3
+
+
+def test_dropout_is_refused_while_a_graph_is_captured():
+    tensors = inputs()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ones(1, device="cuda")
+        with pytest.raises(ArgumentError, match="dropout_p requires 0 while a CUDA graph is captured"):
+            chunked_attention(*tensors, CAUSAL, dropout_p=0.1)
