@@ -227,7 +227,7 @@ def _read_explain(name: str, text: str) -> dict[str, object]:
 
 
 def _warn_unknown(name: str) -> None:
-    near = did_you_mean(name, VARIABLES) or f" the known ones are {', '.join(VARIABLES)}."
+    near = did_you_mean(name, VARIABLES) or f"; the known ones are {', '.join(VARIABLES)}."
     warnings.warn(f"{name} is no variable of attnroute and has no effect{near}", OverrideWarning, stacklevel=4)
 
 

@@ -1,7 +1,7 @@
 """Measure `chunked` beside EFFICIENT and stock scaled_dot_product_attention: causal training, large heads.
 
-EFFICIENT does not share key heads, so its time includes repeating them. Errors are against float64 on all rows
-of the first key head. `graph` is the time of a replayed CUDA graph: what is left when the host costs nothing.
+EFFICIENT does not share key heads, so its time includes repeating them. Errors are against float64 on all
+rows of the first key head. `graph` is the time of a replayed CUDA graph: what is left without the host.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from attnroute.api import routes
 from attnroute.api.arguments import collect, route_key
+from attnroute.api.options import Options
 from attnroute.api.validate import refuse_layout_arguments
 from attnroute.policy import merge
 from attnroute.settings import current, policy_of
@@ -26,11 +28,23 @@ _THD = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
 
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Mask | None = ..., *, return_lse: Literal[True], **rest: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | Mask | None = ...,
+    *,
+    return_lse: Literal[True],
+    **rest: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Mask | None = ..., **rest: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | Mask | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **rest: Unpack[Options],
 ) -> Tensor: ...
 def attention(
     query: Tensor,
@@ -101,14 +115,15 @@ def attention(
         NoBackendError: Nothing may run the call as asked; the message holds every reason.
         OverrideError: `backend`, `prefer` or an environment variable names something unknown.
     """
-    if not (cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is None):
-        refuse_layout_arguments(
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
-        )
-    args = collect(
+    refuse_layout_arguments(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+    )
+    # The decision cannot be traced yet: under torch.compile the call stands outside of the graph.
+    attend = _attend_untraced if torch.compiler.is_compiling() else _attend
+    return attend(
         query,
         key,
         value,
@@ -125,7 +140,14 @@ def attention(
         layout,
         deterministic,
         return_lse,
+        backend,
+        prefer,
     )
+
+
+def _attend(*given: Any) -> Tensor | tuple[Tensor, Tensor]:
+    *arguments, backend, prefer = given
+    args = collect(*arguments)
     policy = current() if backend is None and prefer is None else _call_policy(backend, prefer)
     try:
         where = route_key(args, policy)
@@ -137,9 +159,12 @@ def attention(
     if route is None:
         route = routes.make(args, policy, where)
     out, lse = routes.execute(route, args)
-    if not return_lse:
+    if not args.return_lse:
         return out
     return out, lse.float()  # type: ignore[union-attr]
+
+
+_attend_untraced = torch.compiler.disable(_attend)
 
 
 def explain(

@@ -116,7 +116,9 @@ def _check_shapes(args: Arguments) -> None:
 def _check_numbers(args: Arguments) -> None:
     numbers = (("scale", args.scale), ("softcap", args.softcap), ("dropout_p", args.dropout_p))
     for name, value in numbers:
-        if value is not None and (isinstance(value, Tensor) or not isinstance(value, int | float)):
+        if value is None and name == "scale":
+            continue
+        if isinstance(value, Tensor) or not isinstance(value, int | float):
             raise argument_error(name, "a Python number", type(value).__name__, "pass value.item() or a constant")
     if args.scale is not None and not math.isfinite(args.scale):
         raise argument_error("scale", "a finite number", args.scale, "pass None for head_dim_qk ** -0.5")
@@ -147,8 +149,8 @@ def _check_causal(args: Arguments, extent: Extent) -> None:
 
 
 def _check_window(window: object) -> None:
-    fits = isinstance(window, tuple) and len(window) == 2
-    if not (fits and all(side is None or (isinstance(side, int) and side >= 0) for side in window)):
+    sides = window if isinstance(window, tuple) and len(window) == 2 else (window,)
+    if len(sides) != 2 or not all(side is None or (isinstance(side, int) and side >= 0) for side in sides):
         to_do = "pass (W - 1, 0) for a sliding window of W keys"
         raise argument_error("window", "a tuple (left, right) of counts of at least 0 or None", repr(window), to_do)
 

@@ -120,26 +120,22 @@ def _next_repair(call: Call, found: list[Finding], made: list[Repair]) -> tuple[
 def _told(stages: list[list[Finding]], made: tuple[Repair, ...]) -> tuple[Finding, ...]:
     """Sum up one finding per row over the call as given and as repaired, the last stage being what runs.
 
-    A row that blocked at some stage and no longer does was lifted; one that a repair itself broke blocks.
+    A row that blocked and no longer does was lifted; one that a repair itself broke blocks.
     """
-    final = {f.rule: f for f in stages[-1]}
+    asked, final = {f.rule for f in stages[0]}, {f.rule: f for f in stages[-1]}
     first: dict[str, Finding] = {}
-    blocked: dict[str, Finding] = {}
     for finding in (f for stage in stages for f in stage):
         first.setdefault(finding.rule, finding)
-        if finding.blocks:
-            blocked.setdefault(finding.rule, finding)
     told = []
     for rule, given in first.items():
         last = final.get(rule, given)
-        if rule in blocked and not (rule in final and last.blocks):
-            repair = blocked[rule].repair
-            lifted_by = repair if repair in made else made[-1]
-            told.append(blocked[rule].model_copy(update={"repaired_by": lifted_by}))
+        if given.blocks and not (rule in final and last.blocks):
+            lifted_by = given.repair if given.repair in made else made[-1]
+            told.append(given.model_copy(update={"repaired_by": lifted_by}))
         elif last.outcome in ("fail", "unknown"):
-            told.append(blocked.get(rule, last))
-        elif given in stages[0]:
-            told.append(given if given.kind != "slow" else last)
+            told.append(given if given.outcome == last.outcome else last)
+        elif rule in asked:
+            told.append(last if given.outcome == "fail" else given)
     return tuple(told)
 
 

@@ -93,7 +93,8 @@ def _features(call: Call, facts: Facts, tables: Tables, backend: str, arch: str)
     for name in needed_features(call, facts):
         row = answers[name]
         words = name.replace("_", " ")
-        outcome: Outcome = {True: "pass", False: "fail"}.get(row.answer.value, "unknown")  # type: ignore[assignment,call-overload]
+        value = row.answer.value
+        outcome: Outcome = "unknown" if value == "unknown" else "pass" if value else "fail"
         found.append(
             Finding(
                 rule=row.id,

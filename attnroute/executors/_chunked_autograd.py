@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnroute.errors import AttnRouteError
 from attnroute.executors._chunked_backward import Grads, Wanted, run_backward
-from attnroute.executors._chunked_call import Call, Saved
+from attnroute.executors._chunked_call import Call, Saved, plain
 from attnroute.executors._chunked_forward import run_forward
 from attnroute.executors._chunked_tile import Extras, Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -24,7 +20,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         out, lse = _Chunked.apply(spec, query, key, value, *_flat(extras))  # type: ignore[no-untyped-call]
         return out, lse
-    with _plain(query):
+    with plain(query):
         saved = run_forward(Call.build(query, key, value, extras, spec))
         return saved.out, saved.lse
 
@@ -40,7 +36,7 @@ def attend_backward(
     wanted: Wanted,
 ) -> Grads:
     """Return the gradients, given those of output and log-sum-exp; see `run_backward`."""
-    with _plain(query):
+    with plain(query):
         return run_backward(Call.build(query, key, value, extras, spec), saved, *grads, wanted)
 
 
@@ -49,7 +45,7 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any, spec: Spec, query: Tensor, key: Tensor, value: Tensor, *extras: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        with _plain(query):
+        with plain(query):
             saved = run_forward(Call.build(query, key, value, Extras(*extras), spec))
             lse = saved.lse
         ctx.spec = spec
@@ -89,15 +85,3 @@ class _ChunkedGrad(torch.autograd.Function):
 
 def _flat(extras: Extras) -> tuple[Tensor | None, ...]:
     return tuple(getattr(extras, name) for name in Extras.__slots__)
-
-
-@contextmanager
-def _plain(query: Tensor) -> Iterator[None]:
-    """Keep autocast from narrowing the matmuls, and launch kernels on the device of `query`."""
-    device = query.device
-    with torch.autocast(device.type, enabled=False):
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                yield
-        else:
-            yield

@@ -102,22 +102,20 @@ class _Backward:
             grad_key=torch.zeros_like(key, dtype=call.score_dtype) if wanted.key else None,
             grad_value=torch.zeros_like(value, dtype=call.score_dtype) if wanted.value else None,
         )
-        full = (call.query, self._grad_out, self._query)
-        by_block = [
-            (None,) * len(call.plan.blocks) if t is None else call.by_block(call.heads(t, chunk))
-            for t in full
-        ]
-        parts = zip(call.plan.blocks, *by_block, rows.blocks(call.plan.blocks), strict=True)
+        plan = call.plan
+        queries, grad_outs = (call.by_block(call.heads(t, chunk)) for t in (call.query, self._grad_out))
+        targets: tuple[Tensor | None, ...] = (None,) * len(plan.blocks)
+        if self._query is not None:
+            targets = call.by_block(call.heads(self._query, chunk))
+        parts = zip(plan.blocks, queries, grad_outs, targets, rows.blocks(plan.blocks), strict=True)
         for block, query, grad_out, target, stats in parts:
             grad_query = self._run_block(chunk, block, pass_, call.rows(query), call.rows(grad_out), stats)
             if target is not None and grad_query is not None:
                 target.copy_(grad_query.view(target.shape))
             elif target is not None:
                 target.zero_()
-        for full, part in ((self._key, pass_.grad_key), (self._value, pass_.grad_value)):
-            if full is not None and part is not None:
-                target = full[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1]
-                target.copy_(part.view(target.shape))
+        _store(self._key, pass_.grad_key, chunk)
+        _store(self._value, pass_.grad_value, chunk)
 
     def _run_block(
         self,
@@ -162,15 +160,16 @@ class _Backward:
         """Return the probabilities of one tile and the gradient of its scaled QK^T, as matmul operands."""
         call, buffers, (j0, j1) = self._call, self._buffers, keys
         tile = self._tiles.tile(chunk, block, j0, j1)
-        scores = buffers.scores("scores", *query.shape[:2], j1 - j0)
-        grad_probs = buffers.scores("grad_probs", *scores.shape)
+        size = (query.shape[0], query.shape[1], j1 - j0)
+        scores = buffers.scores("scores", size)
+        grad_probs = buffers.scores("grad_probs", size)
         matmul_into(scores, query, pass_.key_t.narrow(2, j0, j1 - j0), alpha=call.spec.scale)
         matmul_into(grad_probs, grad_out, pass_.value_t.narrow(2, j0, j1 - j0))
         probs = buffers.operand("probs", scores)
         grad_scores = buffers.operand("grad_scores", grad_probs)
         keep_bias_grad = self._bias is not None or self._slopes is not None
         if keep_bias_grad and tile.softcap and grad_scores is grad_probs:
-            grad_scores = buffers.scores("grad_scores", *scores.shape)
+            grad_scores = buffers.scores("grad_scores", size)
         call.steps.grad_tile(tile, scores, grad_probs, probs, grad_scores, *stats, keep_bias_grad)
         if keep_bias_grad:
             self._add_bias(tile, chunk, block, keys, grad_probs)
@@ -191,7 +190,7 @@ class _Backward:
             return None
         shift, log_sum, delta = self._stats
         share = (sink.to(shift.dtype)[:, None] - shift).sub_(log_sum).exp_()
-        return share.mul_(delta).sum((0, 2)).neg_().to(sink.dtype)
+        return _as(share.mul_(delta).sum((0, 2)).neg_(), sink)
 
     def _zeros_like(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -209,5 +208,14 @@ class _ChunkPass(NamedTuple):
     grad_value: Tensor | None
 
 
+def _store(full: Tensor | None, part: Tensor | None, chunk: Chunk) -> None:
+    """Round a chunk's (units, seqlen_kv, dim) into its place in the whole gradient."""
+    if full is not None and part is not None:
+        target = full[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1]
+        target.copy_(part.view(target.shape))
+
+
 def _as(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
-    return None if grad is None or like is None else grad.reshape(like.shape).to(like.dtype)
+    if grad is None or like is None:
+        return None
+    return grad.reshape(like.shape).to(like.dtype)

@@ -6,6 +6,7 @@ half precision is widened to float32 first, one chunk at a time. float64 stays f
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +19,7 @@ from attnroute.executors._chunked_plan import Chunk, Geometry, Plan, make_plan, 
 from attnroute.executors._chunked_tile import Extras, Spec, TileSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 LD_ALIGN = 16
 """Rows of a score buffer start at multiples of this many elements, whatever the number of keys."""
@@ -120,12 +121,13 @@ class Call:
 
     def heads(self, tensor: Tensor, chunk: Chunk) -> Tensor:
         """View a chunk of (batch, num_heads_q, ...) as (batch rows, key heads, group, ...)."""
-        grouped = tensor.unflatten(1, (self.shape.heads_kv, self.shape.group))
+        grouped: Tensor = tensor.unflatten(1, (self.shape.heads_kv, self.shape.group))
         return grouped[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1]
 
     def by_block(self, heads: Tensor) -> tuple[Tensor, ...]:
         """Return the blocks of what `heads` gave, (batch rows, key heads, group, queries, dim) each."""
-        return heads.split(self.plan.block_q, 3)
+        blocks: tuple[Tensor, ...] = heads.split(self.plan.block_q, 3)
+        return blocks
 
     def rows(self, block: Tensor) -> Tensor:
         """Return what `by_block` gave as a matmul operand, (units, group * queries, dim)."""
@@ -149,9 +151,9 @@ class Buffers:
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
         self._views: dict[tuple[object, ...], Tensor] = {}
 
-    def scores(self, name: str, units: int, rows: int, keys: int) -> Tensor:
+    def scores(self, name: str, size: tuple[int, int, int]) -> Tensor:
         """Return a (units, rows, keys) buffer in the dtype of the scores, its rows aligned."""
-        return self._view(name, self._call.score_dtype, self._widest, (units, rows, keys), _aligned(keys))
+        return self._view(name, self._call.score_dtype, self._widest, size, _aligned(size[2]))
 
     def operand(self, name: str, scores: Tensor) -> Tensor:
         """Return a buffer for a matmul operand of the shape of `scores`, or `scores` if the dtypes agree."""
@@ -173,6 +175,18 @@ class Buffers:
                 flat = self._flat[name, dtype] = self._call.query.new_empty(self._rows * widest, dtype=dtype)
             view = self._views[place] = flat.as_strided(size, (size[1] * stride, stride, 1))
         return view
+
+
+@contextmanager
+def plain(query: Tensor) -> Iterator[None]:
+    """Keep autocast from narrowing the matmuls, and launch kernels on the device of `query`."""
+    device = query.device
+    with torch.autocast(device.type, enabled=False):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
+            yield
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, accumulate: bool = False) -> None:

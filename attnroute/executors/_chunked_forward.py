@@ -78,7 +78,7 @@ class _Forward:
         total = buffers.rows("total", call.score_dtype, units, rows, value.shape[2])
         for number, (j0, j1) in enumerate(block.keys):
             tile = self._tiles.tile(chunk, block, j0, j1)
-            scores = buffers.scores("scores", units, rows, j1 - j0)
+            scores = buffers.scores("scores", (units, rows, j1 - j0))
             matmul_into(scores, query, key.narrow(2, j0, j1 - j0), alpha=call.spec.scale)
             probs = buffers.operand("probs", scores)
             rescale = torch.empty_like(row_max) if number else None

@@ -180,7 +180,8 @@ def _slopes5(slopes: Tensor | None, shape: Geometry, scores_like: Tensor) -> Ten
     if slopes is None:
         return None
     rows = slopes if slopes.dim() == 2 else slopes[None]
-    return rows.to(scores_like.dtype).unflatten(1, (shape.heads_kv, shape.group))[..., None, None]
+    by_group: Tensor = rows.to(scores_like.dtype).unflatten(1, (shape.heads_kv, shape.group))
+    return by_group[..., None, None]
 
 
 def _document_ids(

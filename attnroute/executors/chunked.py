@@ -12,6 +12,7 @@ import torch
 
 from attnroute.errors import argument_error
 from attnroute.executors._chunked_autograd import attend
+from attnroute.executors._chunked_op import attend_compiled
 from attnroute.executors._chunked_plan import Limits
 from attnroute.executors._chunked_tile import Extras, Spec
 from attnroute.executors._inputs import Inputs, Output, Plan
@@ -59,12 +60,14 @@ def chunked_attention(
     """Compute softmax(scores) V and the log-sum-exp of the scores, exactly.
 
     Scores are ``s = scale * QK^T``, then ``softcap * tanh(s / softcap)`` if there is a softcap, then plus
-    bias and ALiBi, then masked. They and the softmax are float32 (float64 for float64 inputs); matmul operands
-    have the input's dtype on CUDA and are widened to float32 where a device cannot accumulate in float32
-    otherwise. The backward pass makes the scores again block by block; a second derivative is refused.
+    bias and ALiBi, then masked. They and the softmax are float32 (float64 for float64 inputs); matmul
+    operands have the input's dtype on CUDA and are widened to float32 where a device cannot accumulate in
+    float32 otherwise. The backward pass makes the scores again block by block; a second derivative is
+    refused.
 
     Args:
-        query: (batch, num_heads_q, seqlen_q, head_dim_qk), any strides; float16, bfloat16, float32, float64.
+        query: (batch, num_heads_q, seqlen_q, head_dim_qk), any strides, float16, bfloat16, float32 or
+            float64.
         key: (batch, num_heads_kv, seqlen_kv, head_dim_qk); num_heads_q is a multiple of num_heads_kv, and
             shared key heads are not copied.
         value: (batch, num_heads_kv, seqlen_kv, head_dim_v).
@@ -87,16 +90,29 @@ def chunked_attention(
     Raises:
         ArgumentError: A shape, dtype or number is out of place.
 
-    Block sizes: TODO.
+    Memory beyond inputs, output and gradients is linear in the length. Most of it are the tiles of scores:
+    with 16-bit inputs up to 384 MiB forward and 768 MiB backward, whatever the call (a sixteenth of that on
+    the CPU). The rest are the float32 gradients of the key heads in work, and copies of one chunk's keys, values
+    and query blocks where strides or shared key heads ask for them.
+
+    Block sizes: a quarter of the queries, at least 256 and at most 1024 (64 and 256 on the CPU), against all
+    keys that the mask leaves them, in several tiles where those would hold more than 64 Mi scores (4 Mi).
+    On an H100 (bfloat16, causal, training, head_dim 320 and 512, 4096 to 16384 tokens) that beat blocks of
+    256 and 512 queries, and tiles of 16 and 32 Mi, by 5 to 15 % of the device's time and by more of the
+    host's; 32 Mi would save 0.4 GiB at 8192 tokens. Training takes 0.14 to 0.33 of the time of EFFICIENT
+    with repeated keys and values (benchmarks/results/h100-torch2.11-chunked.json).
     """
     _check_tensors(query, key, value)
     _check_features(query, key, bias, sink, alibi_slopes)
     _check_numbers(query, softcap, dropout_p, block_q)
+    # Drawn on the CPU: it follows torch.manual_seed and activation checkpointing, without a synchronisation.
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64) if dropout_p else None
+    compiling = torch.compiler.is_compiling()
     spec = Spec(
         scale=query.shape[3] ** -0.5 if scale is None else float(scale),
         softcap=float(softcap),
         dropout_p=float(dropout_p),
-        seed=_draw_seed() if dropout_p else 0,
+        seed=0 if seed is None or compiling else int(seed),
         limits=Limits(mask.band_lo, mask.band_hi, mask.document_bounds),
         block_q=block_q,
     )
@@ -109,12 +125,9 @@ def chunked_attention(
         ids_kv=mask.document_ids_kv,
         dense=mask.dense,
     )
+    if compiling:
+        return attend_compiled(query, key, value, extras, spec, seed)
     return attend(query, key, value, extras, spec)
-
-
-def _draw_seed() -> int:
-    """Draw from torch's CPU generator: it follows torch.manual_seed and checkpointing, and needs no sync."""
-    return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64))
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -174,13 +187,17 @@ def _check_numbers(query: Tensor, softcap: float, dropout_p: float, block_q: int
         raise argument_error("dropout_p", "a probability between 0 and 1", dropout_p, "correct it")
     if block_q is not None and block_q < 1:
         raise argument_error("block_q", "a count of at least 1", block_q, "leave it out to let it be chosen")
-    if dropout_p and query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if dropout_p and not torch.compiler.is_compiling() and _is_capturing(query):
         raise argument_error(
             "dropout_p",
             "0 while a CUDA graph is captured, since every replay would drop the same entries",
             dropout_p,
             "capture without dropout",
         )
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:

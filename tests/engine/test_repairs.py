@@ -249,7 +249,7 @@ def test_a_verdict_with_repairs_is_that_of_the_repaired_call(call, host):
     for verdict in decide(call, host).verdicts:
         if verdict.status != "eligible" or not verdict.repairs:
             continue
-        repaired, total = repairs.normalize(call) if hasattr(repairs, "normalize") else call, 0
+        repaired, total = call, 0
         for repair in verdict.repairs:
             repaired, size = apply(repair, normalize(repaired))
             total += size
@@ -274,6 +274,14 @@ def test_a_lifted_row_stays_in_the_verdict_with_its_repair():
     assert (verdict.status, verdict.repairs) == ("eligible", ("materialize_mask", "cast_mask"))
     lifted = {f.rule: f.repaired_by for f in verdict.findings if f.repaired_by is not None}
     assert lifted == {"cpu/flash/feature-window": "materialize_mask"}
+
+
+def test_a_row_that_a_repair_broke_rejects():
+    """Said as a tensor, the mask is one that ring attention does not pass on."""
+    call = SQUARE.with_(mask=(KeyPaddingNode(),), head_dim_qk=24, context=Context(distributed="context_parallel"))
+    verdict = decide(call, H100).verdict("efficient")
+    assert verdict.status == "rejected"
+    assert "any/efficient/context-parallel-without-tensor" in [f.rule for f in verdict.blocking]
 
 
 def test_a_recognised_mask_needs_no_other_repair_where_its_objects_do():

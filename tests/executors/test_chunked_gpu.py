@@ -132,27 +132,28 @@ def test_training_at_8k_needs_less_than_a_gibibyte_and_a_half():
 
 
 def test_replay_of_a_captured_graph_follows_its_inputs():
-    tensors = [t.detach().requires_grad_() for t in inputs()]
+    # Leaves of its own for each stream: autograd remembers the stream on which a leaf was first used.
+    warm, captured, plain = ([t.detach().requires_grad_() for t in inputs()] for _ in range(3))
 
-    def train():
+    def train(tensors):
         out, _ = chunked_attention(*tensors, CAUSAL)
         return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        train()
+        train(warm)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = train()
+        got = train(captured)
     with torch.no_grad():
-        for tensor in tensors:
+        for tensor in (*captured, *plain):
             tensor.copy_(tensor.flip(2))
     graph.replay()
     torch.cuda.synchronize()
-    for captured, want in zip(got, train(), strict=True):
-        assert error(captured, want) < 1e-3
+    for replayed, want in zip(got, train(plain), strict=True):
+        assert error(replayed, want) < 1e-3
 
 
 def test_dropout_is_refused_while_a_graph_is_captured():
@@ -162,3 +163,20 @@ def test_dropout_is_refused_while_a_graph_is_captured():
         torch.ones(1, device="cuda")
         with pytest.raises(ArgumentError, match="dropout_p requires 0 while a CUDA graph is captured"):
             chunked_attention(*tensors, CAUSAL, dropout_p=0.1)
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "sink"])
+def test_compiled_equals_eager(name):
+    mask, arguments = feature(name, torch.bfloat16)
+    tensors = inputs()
+
+    def attend(*tensors):
+        return chunked_attention(*tensors, mask, **arguments)[0]
+
+    results = []
+    for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        out = run(*tensors)
+        results.append((out, *torch.autograd.grad(out, tensors, torch.ones_like(out))))
+    torch.compiler.reset()
+    for got, want in zip(*results[::-1], strict=True):
+        assert error(got, want) < 1e-3

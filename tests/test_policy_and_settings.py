@@ -1,0 +1,398 @@
+"""Wishes: who outranks whom, what the environment may say, and that nothing leaks out of its block."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnroute
+from attnroute import settings
+from attnroute.call import Call
+from attnroute.errors import NoBackendError, OverrideError, OverrideWarning
+from attnroute.host import Host
+from attnroute.policy import Policy, merge
+from attnroute.settings import VARIABLES, current, from_environment, known_backends, override, policy_of
+
+KNOWN = ("chunked", "cudnn", "efficient", "flash", "math")
+NAMES = st.sampled_from(KNOWN)
+SOME = st.lists(NAMES, max_size=3, unique=True).map(tuple)
+CPU = Host(arch="cpu", versions={"torch": "2.13.0"})
+CALL = Call(
+    dtype="float32", batch=1, num_heads_q=2, num_heads_kv=2, seqlen_q=8, seqlen_kv=8, head_dim_qk=8, head_dim_v=8
+)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Set `ATTNROUTE_*` variables for the process, and read them anew before and after."""
+
+    def put(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(f"ATTNROUTE_{name}", value)
+        settings.reload()
+
+    yield put
+    monkeypatch.undo()
+    settings.reload()
+
+
+def stated(**settings_given):
+    return Policy(**settings_given, origin=dict.fromkeys(settings_given, "somebody"))
+
+
+def test_the_backends_named_here_are_those_of_the_tables():
+    assert known_backends() == KNOWN
+
+
+# Merging.
+
+
+@given(SOME, SOME, SOME)
+def test_bans_add_up_over_every_layer(environ, scope, call):
+    merged = merge(merge(stated(ban=environ), stated(ban=scope)), stated(ban=call))
+    assert set(merged.ban) == {*environ, *scope, *call}
+    assert len(merged.ban) == len(set(merged.ban))
+
+
+@given(st.booleans(), st.booleans(), st.none() | st.booleans())
+def test_what_is_stated_above_wins_and_what_is_not_stated_stays(below, middle, above):
+    merged = merge(stated(strict=below), stated(strict=middle))
+    merged = merge(merged, Policy() if above is None else stated(strict=above))
+    assert merged.strict is (middle if above is None else above)
+
+
+def test_a_nearer_requirement_is_not_bound_by_an_order_from_further_away():
+    merged = merge(stated(allow=("flash", "math"), prefer=("flash",)), stated(require="chunked"))
+    assert (merged.require, merged.allow, merged.prefer) == ("chunked", None, ())
+
+
+def test_a_nearer_list_of_what_may_run_ends_a_requirement_outside_of_it():
+    merged = merge(stated(require="math"), stated(allow=("flash", "chunked")))
+    assert (merged.require, merged.allow) == (None, ("flash", "chunked"))
+    kept = merge(stated(require="math"), stated(allow=("flash", "math")))
+    assert kept.require == "math"
+
+
+def test_every_setting_remembers_who_made_it_and_a_ban_everybody():
+    below = Policy(ban=("math",), strict=True, origin={"ban": "ATTNROUTE_BACKENDS=-math", "strict": "ATTNROUTE_STRICT=1"})
+    merged = merge(below, Policy(ban=("flash",), origin={"ban": "override()"}))
+    assert merged.origin_of("ban") == "ATTNROUTE_BACKENDS=-math and override()"
+    assert merged.origin_of("strict") == "ATTNROUTE_STRICT=1"
+    assert merged.origin_of("require") == "the default"
+
+
+@given(st.data())
+def test_a_key_is_equal_exactly_where_the_settings_are(data):
+    def draw():
+        return {
+            "require": data.draw(st.none() | NAMES),
+            "prefer": data.draw(SOME),
+            "allow": data.draw(st.none() | SOME),
+            "ban": data.draw(SOME),
+            "strict": data.draw(st.booleans()),
+            "allow_unknown": data.draw(st.booleans()),
+            "recognize": data.draw(st.booleans()),
+            "quadratic_limit_bytes": data.draw(st.sampled_from([0, 2**30])),
+            "transform": data.draw(st.sampled_from([None, "double_backward"])),
+        }
+
+    one, other = draw(), draw()
+    assert (Policy(**one).key == Policy(**other).key) is (one == other)
+    assert Policy(**one, origin={"ban": "somebody"}).key == Policy(**one).key
+
+
+def test_a_merged_policy_has_a_key_of_its_own():
+    below = stated(prefer=("flash",))
+    assert below.key == below.key
+    assert merge(below, stated(require="math")).key != below.key
+    assert hash(merge(below, Policy())) == hash(below)
+
+
+# Precedence, where the backend that runs shows who was heard.
+
+
+def selected(**arguments):
+    query = torch.zeros(1, 2, 8, 8)
+    return attnroute.explain(query, query, query, **arguments).selected
+
+
+def test_the_call_outranks_the_override_which_outranks_the_environment(environment):
+    assert selected() == "flash"
+    environment(BACKEND="math")
+    assert selected() == "math"
+    with override(backend="chunked"):
+        assert selected() == "chunked"
+        assert selected(backend="flash") == "flash"
+        assert selected() == "chunked"
+    assert selected() == "math"
+    assert selected(backend="flash") == "flash"
+
+
+def test_a_preference_yields_to_a_requirement_and_orders_what_is_left(environment):
+    environment(BACKENDS="math,flash")
+    assert selected() == "math"
+    assert selected(prefer="flash") == "flash"
+    assert selected(prefer=["chunked", "flash"]) == "flash"
+    assert selected(backend="chunked") == "chunked"
+    with override(backend="math"):
+        assert selected(prefer="flash") == "math"
+
+
+def test_a_list_of_what_may_run_is_an_order_too(environment):
+    environment(BACKENDS="efficient, chunked ,math")
+    query = torch.zeros(1, 2, 8, 8)
+    decision = attnroute.explain(query, query, query)
+    assert decision.order == ("chunked", "math")
+    assert decision.verdict("flash").excluded.reason == "not_allowed"
+    assert decision.verdict("flash").excluded.origin == "ATTNROUTE_BACKENDS=efficient, chunked ,math"
+
+
+@pytest.mark.parametrize("wish", ["call", "override", "environment"])
+def test_a_ban_holds_against_all_and_says_so(environment, wish):
+    environment(BACKENDS="-math", **({"BACKEND": "math"} if wish == "environment" else {}))
+    query = torch.zeros(1, 2, 8, 8)
+    arguments = {"backend": "math"} if wish == "call" else {}
+    with override(backend="math" if wish == "override" else None), pytest.raises(NoBackendError) as raised:
+        attnroute.attention(query, query, query, **arguments)
+    verdict = raised.value.decision.verdict("math")
+    assert (verdict.status, verdict.excluded.reason) == ("eligible", "banned")
+    assert verdict.excluded.origin == "ATTNROUTE_BACKENDS=-math"
+    assert "ATTNROUTE_BACKENDS=-math" in str(raised.value)
+
+
+def test_bans_of_every_layer_hold_together(environment):
+    environment(BACKENDS="-flash")
+    with override(ban="chunked"):
+        assert selected() == "math"
+        with override(ban=["math"]), pytest.raises(NoBackendError):
+            attnroute.attention(*torch.zeros(3, 1, 2, 8, 8).unbind())
+
+
+def test_strict_leaves_the_slow_tier_out_whoever_asks(environment):
+    environment(STRICT="1")
+    assert selected(backend="math") is None
+    with override(strict=False):
+        assert selected(backend="math") == "math"
+
+
+def test_overrides_nest_and_end_with_an_error_too():
+    with override(prefer="math"):
+        assert selected() == "math"
+        with pytest.raises(ZeroDivisionError), override(prefer=("chunked", "math"), ban="flash"):
+            assert selected() == "chunked"
+            assert current().ban == ("flash",)
+            1 / 0  # noqa: B018
+        assert (selected(), current().ban) == ("math", ())
+    assert (selected(), current()) == ("flash", Policy())
+
+
+def test_override_gives_the_policy_in_force():
+    with override(prefer="math", strict=True, allow_unknown=True, recognize=False, double_backward=True) as policy:
+        assert policy is current()
+        assert policy.prefer == ("math",)
+        assert (policy.strict, policy.allow_unknown, policy.recognize) == (True, True, False)
+        assert policy.transform == "double_backward"
+        assert set(policy.origin.values()) == {"override()"}
+        with override(strict=False) as inner:
+            assert (inner.strict, inner.allow_unknown, inner.transform) == (False, True, "double_backward")
+
+
+def test_an_override_ends_at_its_thread():
+    seen = {}
+
+    def look(name):
+        seen[name] = selected()
+
+    with override(backend="math"):
+        thread = threading.Thread(target=look, args=("outside",))
+        thread.start()
+        thread.join()
+    assert seen == {"outside": "flash"}
+
+
+def test_threads_override_apart():
+    barrier, seen = threading.Barrier(3), {}
+
+    def work(backend):
+        with override(backend=backend):
+            barrier.wait(timeout=60)
+            seen[backend] = selected()
+            barrier.wait(timeout=60)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("math", "chunked", "flash")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {"math": "math", "chunked": "chunked", "flash": "flash"}
+    assert current() == Policy()
+
+
+def test_tasks_override_apart_and_inherit_from_their_parent():
+    async def work(backend, turn):
+        with override(backend=backend):
+            await asyncio.sleep(0)
+            turn.append(selected())
+            await asyncio.sleep(0)
+            turn.append(selected())
+
+    async def main():
+        turns = {name: [] for name in ("math", "chunked")}
+        with override(ban="flash"):
+            inherited = asyncio.create_task(asyncio.to_thread(selected))
+            await asyncio.gather(*(work(name, turn) for name, turn in turns.items()))
+            return turns, await inherited
+
+    turns, inherited = asyncio.run(main())
+    assert turns == {"math": ["math", "math"], "chunked": ["chunked", "chunked"]}
+    assert inherited == "chunked"
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("backend", "backend"), ("prefer", "prefer"), ("allow", "allow"), ("ban", "ban")],
+)
+def test_an_unknown_backend_is_refused_with_the_nearest(name, argument):
+    said = rf'override\(\) {name} requires one of {", ".join(KNOWN)}; got "flahs"; did you mean "flash"\?'
+    with pytest.raises(OverrideError, match=said), override(**{argument: "flahs"}):
+        pytest.fail("the block was entered")
+    assert current() == Policy()
+
+
+def test_an_unknown_backend_among_known_ones_is_refused():
+    with pytest.raises(OverrideError, match='got "fa9"'):
+        policy_of("a test", prefer=["flash", "fa9"])
+
+
+def test_one_name_is_one_name_and_not_its_letters():
+    assert policy_of("a test", prefer="flash", allow="math", ban="cudnn").prefer == ("flash",)
+
+
+# The environment.
+
+FLAGS = {"STRICT": "strict", "ALLOW_UNKNOWN": "allow_unknown", "RECOGNIZE": "recognize"}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), ("true", True), ("YES", True), (" on ", True), ("0", False), ("False", False), ("no", False), ("", False)],
+)
+def test_flags(name, text, value):
+    policy = from_environment({f"ATTNROUTE_{name}": text})
+    assert getattr(policy, FLAGS[name]) is value
+    assert policy.origin_of(FLAGS[name]) == f"ATTNROUTE_{name}={text}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "fields"),
+    [
+        ("BACKEND", "flash", {"require": "flash"}),
+        ("BACKEND", " ", {}),
+        ("BACKENDS", "flash,chunked", {"allow": ("flash", "chunked")}),
+        ("BACKENDS", "-math,-efficient", {"ban": ("math", "efficient")}),
+        ("BACKENDS", " flash , -math,", {"allow": ("flash",), "ban": ("math",)}),
+        ("BACKENDS", "", {}),
+        ("TABLES", "", {}),
+        ("TUNING", "off", {}),
+        ("TUNING", "", {}),
+        ("EXPLAIN", "changes", {}),
+        ("EXPLAIN", "", {}),
+    ],
+)
+def test_values_of_the_environment(variable, text, fields):
+    policy = from_environment({f"ATTNROUTE_{variable}": text})
+    assert {name: getattr(policy, name) for name in policy.model_fields_set - {"origin"}} == fields
+
+
+def test_tables_of_ones_own(tmp_path):
+    assert from_environment({"ATTNROUTE_TABLES": str(tmp_path)}).tables == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "said"),
+    [
+        ("BACKEND", "flahs", f'ATTNROUTE_BACKEND requires one of {", ".join(KNOWN)}; got "flahs"; did you mean "flash"?'),
+        ("BACKENDS", "flash,mth", f'ATTNROUTE_BACKENDS requires one of {", ".join(KNOWN)}; got "mth"; did you mean "math"?'),
+        ("BACKENDS", "-fa5", 'got "fa5"'),
+        ("STRICT", "maybe", 'ATTNROUTE_STRICT requires 1 or 0 (also true, yes, on, false, no, off); got "maybe".'),
+        ("ALLOW_UNKNOWN", "2", "ATTNROUTE_ALLOW_UNKNOWN requires 1 or 0"),
+        ("RECOGNIZE", "never", "ATTNROUTE_RECOGNIZE requires 1 or 0"),
+        ("TABLES", "/no/such/folder", "ATTNROUTE_TABLES requires a folder with the layout of capability_tables; got"),
+        ("TUNING", "fast", 'ATTNROUTE_TUNING requires off, read or the path of a cost file; got "fast".'),
+        ("TUNING", "read", "ATTNROUTE_TUNING requires off, because no measured costs can be read yet"),
+        ("EXPLAIN", "al", 'ATTNROUTE_EXPLAIN requires one of off, once, changes, all; got "al"; did you mean "all"?'),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_lists_the_right_ones(variable, text, said):
+    with pytest.raises(OverrideError) as raised:
+        from_environment({f"ATTNROUTE_{variable}": text})
+    assert said in str(raised.value)
+
+
+def test_every_variable_that_is_described_is_read_and_the_reverse():
+    assert set(settings._READERS) == set(VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ATTNROUTE_BACKND", 'has no effect; did you mean "ATTNROUTE_BACKEND"?'),
+        ("ATTNROUTE_STRIKT", 'did you mean "ATTNROUTE_STRICT"?'),
+        ("ATTNROUTE_", "has no effect"),
+    ],
+)
+def test_an_unknown_variable_warns_with_the_nearest(name, said):
+    with pytest.warns(OverrideWarning) as caught:
+        policy = from_environment({name: "1", "ATTNROUTE_STRICT": "1", "OTHER": "1"})
+    assert [str(w.message) for w in caught if said in str(w.message)]
+    assert policy.strict
+
+
+def test_a_name_that_is_near_to_none_is_told_all_of_them():
+    with pytest.warns(OverrideWarning, match="has no effect; the known ones are ATTNROUTE_BACKEND, .*RECOGNIZE.$"):
+        from_environment({"ATTNROUTE_0123456789012345678901234567890": "1"})
+
+
+def test_other_variables_are_nobodys_business():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert from_environment({"PATH": "/bin", "attnroute_strict": "1", "XATTNROUTE_STRICT": "1"}) == Policy()
+
+
+def test_the_environment_is_read_once_until_it_is_reloaded(environment, monkeypatch):
+    environment()
+    assert current().strict is False
+    monkeypatch.setenv("ATTNROUTE_STRICT", "1")
+    assert current().strict is False
+    settings.reload()
+    assert current().strict is True
+
+
+def test_a_wrong_environment_stops_the_call_and_not_the_import(environment):
+    environment(STRICT="maybe")
+    with pytest.raises(OverrideError, match="ATTNROUTE_STRICT"):
+        attnroute.attention(*torch.zeros(3, 1, 2, 8, 8).unbind())
+    environment(STRICT="0")
+    assert selected() == "flash"
+
+
+@pytest.mark.parametrize(("text", "mode"), [("once", "once"), ("ALL", "all"), ("", "off"), (None, "off")])
+def test_how_much_is_explained(environment, text, mode):
+    environment(**({} if text is None else {"EXPLAIN": text}))
+    assert settings.explain_mode() == mode
+
+
+def test_decide_reads_the_policy_that_it_is_given_and_no_environment(environment):
+    environment(BACKEND="math")
+    assert attnroute.decide(CALL, CPU).selected == "flash"
+    assert attnroute.decide(CALL, CPU, policy=Policy(require="chunked")).selected == "chunked"
