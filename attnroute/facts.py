@@ -272,9 +272,11 @@ def alignment_of(call: Call) -> str:
 
 def empty_rows_of(call: Call) -> str:
     """Return whether some query may attend no key: "none", "some" or "unknown"."""
-    if 0 in (call.batch, call.num_heads_q, call.seqlen_q):
+    dynamic = call.context.dynamic
+    sizes = {"batch": call.batch, "heads": call.num_heads_q, "seqlen_q": call.seqlen_q}
+    if any(size == 0 and name not in dynamic for name, size in sizes.items()):
         return "none"
-    if call.seqlen_kv == 0:
+    if call.seqlen_kv == 0 and "seqlen_kv" not in dynamic:
         return "some"
     states = {_node_empty_rows(node, call) for node in call.mask}
     if call.bias is not None:

@@ -70,6 +70,7 @@ def test_the_facts_of_a_plain_call():
         "seqlen_kv_mod_128": 64,
         "score_elements": 2 * 32 * 192 * 192,
         "mask_elements": 192 * 192,
+        "dq_accumulator_elements": 3145728,
         "head_dim_qk": 192,
         "head_dim_v": 128,
         "head_dim_max": 192,

@@ -77,7 +77,7 @@ def collect(
         deterministic,
         return_lse,
         training,
-        active_transform(query, key, value),
+        active_transform(query, key, value, mask, bias, sink, alibi_slopes),
     )
 
 

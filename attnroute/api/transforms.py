@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _peek = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 _TransformType = torch._C._functorch.TransformType  # type: ignore[attr-defined]
 
 
-def active_transform(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+def active_transform(*given: object) -> str | None:
     """Return "vmap", "forward_ad", "double_backward" or None; a plain call pays two attribute reads."""
     interpreter = _peek()
     if interpreter is not None:
         return _functorch(interpreter)
-    if forward_ad._current_level >= 0 and any(_is_dual(t) for t in (query, key, value)):
+    if forward_ad._current_level >= 0 and any(isinstance(t, Tensor) and _is_dual(t) for t in given):
         return "forward_ad"
     return None
 

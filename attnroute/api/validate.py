@@ -185,8 +185,9 @@ def _check_mask_devices(mask: Mask, args: Arguments) -> None:
 def _check_bias(name: str, bias: Tensor, args: Arguments, extent: Extent) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        required = "a bool or floating-point tensor" if name == "mask" else "a floating-point tensor"
-        raise argument_error(name, required, got, "convert it, e.g. mask.bool()")
+        if name == "mask":
+            raise argument_error(name, "a bool or floating-point tensor", got, "convert it, e.g. mask.bool()")
+        raise argument_error(name, "a floating-point tensor", got, "convert it, e.g. bias.float()")
     if bias.device != args.query.device:
         raise argument_error(name, f"query's device ({args.query.device})", bias.device, "move it there")
     check_dense(name, bias, extent)

@@ -91,9 +91,9 @@ def chunked_attention(
         ArgumentError: A shape, dtype or number is out of place.
 
     Memory beyond inputs, output and gradients is linear in the length. Most of it are the tiles of scores:
-    with 16-bit inputs up to 384 MiB forward and 768 MiB backward, whatever the call (a sixteenth of that on
-    the CPU). The rest are the float32 gradients of the key heads in work, and copies of one chunk's keys, values
-    and query blocks where strides or shared key heads ask for them.
+    with 16-bit inputs up to 384 MiB forward and 768 MiB backward, whatever the call (a sixteenth on the CPU).
+    The rest are the float32 gradients of the key heads in work, and copies of one chunk's keys, values and
+    query blocks where strides or shared key heads ask for them.
 
     Block sizes: a quarter of the queries, at least 256 and at most 1024 (64 and 256 on the CPU), against all
     keys that the mask leaves them, in several tiles where those would hold more than 64 Mi scores (4 Mi).

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attnroute.call import CausalNode, DenseNode
 from attnroute.errors import argument_error
@@ -76,14 +77,27 @@ def additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) ->
             msg = "additive() requires a mask or a bias."
             raise ValueError(msg)
         return aligned(bias.to(dtype))
+    if _is_followed(allowed, bias):
+        start = torch.zeros((), dtype=dtype, device=allowed.device) if bias is None else bias.to(dtype)
+        return aligned(start.masked_fill(~allowed, -math.inf))
     shape = tuple(allowed.shape) if bias is None else torch.broadcast_shapes(allowed.shape, bias.shape)
     target = aligned_empty(shape, dtype, allowed.device)
-    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-        return aligned(bias.to(dtype).masked_fill(~allowed, -math.inf))
     if bias is None:
         target.fill_(-math.inf)
         return target.masked_fill_(allowed, 0.0)
     return target.copy_(bias.detach()).masked_fill_(~allowed, -math.inf)
+
+
+def _is_followed(allowed: Tensor, bias: Tensor | None) -> bool:
+    """Return whether each step must be seen: by a gradient, by forward-mode duals or by a functorch transform."""
+    if bias is not None and ((bias.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0):
+        return True
+    return any(is_wrapped(t) for t in (allowed, bias) if t is not None)
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Return whether a functorch transform holds this tensor, which then has no memory of its own to ask about."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))  # type: ignore[attr-defined]
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -94,7 +108,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 def aligned(tensor: Tensor) -> Tensor:
     """Return the tensor itself when its rows are aligned, else a differentiable copy that is."""
-    if is_aligned(tensor) and tensor.stride(-1) == 1:
+    if tensor.dim() == 0 or is_wrapped(tensor) or (is_aligned(tensor) and tensor.stride(-1) == 1):
         return tensor
     pad = -tensor.shape[-1] % ALIGN
     copy = torch.nn.functional.pad(tensor, (0, pad)) if pad else tensor.contiguous()
@@ -105,6 +119,8 @@ def aligned(tensor: Tensor) -> Tensor:
 
 def is_aligned(tensor: Tensor) -> bool:
     """Return whether every stride but the last is a multiple of `ALIGN` elements, and the start of 16 bytes."""
+    if is_wrapped(tensor):
+        return True
     strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     return all(s % ALIGN == 0 for n, s in strides if n > 1) and tensor.data_ptr() % 16 == 0
 
@@ -124,13 +140,14 @@ def check_dense(name: str, tensor: Tensor, extent: Extent) -> None:
     shape = tuple(tensor.shape)
     required = f"a shape that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv) = {full}"
     if tensor.dim() == _DIMS - 1:
-        to_do = "say whether the first dimension is batch (mask[:, None]) or heads (mask[None])"
+        to_do = f"say whether the first dimension is batch ({name}[:, None]) or heads ({name}[None])"
         raise argument_error(name, required + ", with 1, 2 or 4 dimensions", f"3-D shape {shape}", to_do)
     fits = tensor.dim() <= _DIMS and all(
         n in (1, m) for n, m in zip(reversed(shape), reversed(full), strict=False)
     )
     if not fits:
-        to_do = "reshape it, or pass masks.KeyPadding(keep=...) for one bool per key and batch row"
+        other = ", or pass masks.KeyPadding(keep=...) for one bool per key and batch row"
+        to_do = "reshape it" + (other if tensor.dtype == torch.bool else "")
         raise argument_error(name, required, shape, to_do)
 
 
@@ -182,7 +199,8 @@ def key_keep(node: KeyPadding, extent: Extent) -> Tensor:
 
 def tensor_key(tensor: Tensor) -> tuple[object, ...]:
     """Return what a decision may depend on, without looking at values."""
-    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % 16 == 0, tensor.requires_grad)
+    memory = None if is_wrapped(tensor) else (tensor.stride(), tensor.data_ptr() % 16 == 0)
+    return (tensor.dtype, tuple(tensor.shape), memory, tensor.requires_grad)
 
 
 def dense_node(tensor: Tensor, extent: Extent, *, look: bool) -> DenseNode:

@@ -177,7 +177,7 @@ ARGUMENTS = {
     ),
     "a bias of integers": (
         {"bias": normal(6, 6, dtype=torch.int32)},
-        "bias requires a floating-point tensor; got torch.int32; convert it",
+        r"bias requires a floating-point tensor; got torch.int32; convert it, e.g. bias.float\(\)\.",
     ),
     "a bias of bools": (
         {"bias": normal(6, 6).bool()},
@@ -191,7 +191,7 @@ ARGUMENTS = {
         {"bias": normal(3, 1, 6, 6)},
         rf"bias requires a shape that {BROADCAST}",
     ),
-    "a 3-D bias": ({"bias": normal(4, 6, 6)}, "bias requires a shape .*; got 3-D shape"),
+    "a 3-D bias": ({"bias": normal(4, 6, 6)}, r"bias requires a shape .*; got 3-D shape .*\(bias\[:, None\]\) or"),
     "a bias on another device": (
         {"bias": normal(6, 6, device="meta")},
         r"bias requires query's device \(cpu\); got meta",

@@ -120,6 +120,23 @@ def test_fused_and_plain_steps_drop_alike(monkeypatch):
         assert error(fused, plain) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["causal", "documents", "sink"])
+def test_compiled_equals_eager(name):
+    mask, arguments = feature(name, torch.bfloat16)
+
+    def attend(*tensors):
+        return chunked_attention(*tensors, mask, **arguments)[0]
+
+    results = []
+    for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        tensors = inputs()
+        out = run(*tensors)
+        results.append((out, *torch.autograd.grad(out, tensors, torch.ones_like(out))))
+    torch.compiler.reset()
+    for got, want in zip(*results[::-1], strict=True):
+        assert error(got, want) < 1e-3
+
+
 def test_training_at_8k_needs_less_than_a_gibibyte_and_a_half():
     query = torch.randn(1, 16, 8192, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     key, value = torch.randn(2, 1, 8, 8192, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -163,20 +180,3 @@ def test_dropout_is_refused_while_a_graph_is_captured():
         torch.ones(1, device="cuda")
         with pytest.raises(ArgumentError, match="dropout_p requires 0 while a CUDA graph is captured"):
             chunked_attention(*tensors, CAUSAL, dropout_p=0.1)
-
-
-@pytest.mark.parametrize("name", ["causal", "documents", "sink"])
-def test_compiled_equals_eager(name):
-    mask, arguments = feature(name, torch.bfloat16)
-    tensors = inputs()
-
-    def attend(*tensors):
-        return chunked_attention(*tensors, mask, **arguments)[0]
-
-    results = []
-    for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
-        out = run(*tensors)
-        results.append((out, *torch.autograd.grad(out, tensors, torch.ones_like(out))))
-    torch.compiler.reset()
-    for got, want in zip(*results[::-1], strict=True):
-        assert error(got, want) < 1e-3

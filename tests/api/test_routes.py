@@ -1,0 +1,299 @@
+"""Remembered routes: found again by what a decision depends on, and by nothing less."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import TOLERANCE, attend, error
+from spy import Spy
+
+import attnroute
+from attnroute import masks
+from attnroute.api import routes
+from attnroute.errors import QuadraticAttentionWarning
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    routes.forget()
+    yield
+    routes.forget()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Collect the calls for which a route had to be made."""
+    found = []
+    make = routes.make
+
+    def counted(args, policy, key):
+        found.append(key)
+        return make(args, policy, key)
+
+    monkeypatch.setattr(routes, "make", counted)
+    return found
+
+
+@pytest.fixture
+def decided(monkeypatch):
+    """Collect the calls that were decided."""
+    found = []
+    decide = routes.decide
+
+    def counted(*args, **kwargs):
+        found.append(args[0])
+        return decide(*args, **kwargs)
+
+    monkeypatch.setattr(routes, "decide", counted)
+    return found
+
+
+def tensors(batch=2, heads=4, heads_kv=4, seqlen_q=6, seqlen_kv=6, head_dim=8, dtype=torch.float32):
+    shapes = [(batch, heads, seqlen_q, head_dim), *[(batch, heads_kv, seqlen_kv, head_dim)] * 2]
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def test_a_layer_decides_once_for_all_its_calls(made, decided):
+    for _ in range(5):
+        attnroute.attention(*tensors(), is_causal=True)
+    assert (len(made), len(decided)) == (1, 1)
+
+
+def test_values_of_tensors_and_numbers_that_no_kernel_cares_about_change_nothing(made):
+    bias = torch.randn(6, 6)
+    for scale in (0.1, 0.5, 2):
+        attnroute.attention(*tensors(), bias=bias * scale, scale=scale)
+    assert len(made) == 1
+
+
+def trained(**sizes):
+    return [t.requires_grad_() for t in tensors(**sizes)]
+
+
+def shifted():
+    """Tensors that start 4 bytes behind a multiple of 16."""
+    return [torch.empty(t.numel() + 1)[1:].view(t.shape).copy_(t) for t in tensors()]
+
+
+FLAGS = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+OTHER = {
+    "batch": (lambda: tensors(batch=3), {}),
+    "heads": (lambda: tensors(heads=8, heads_kv=8), {}),
+    "shared heads": (lambda: tensors(heads_kv=2), {}),
+    "query length": (lambda: tensors(seqlen_q=5), {}),
+    "key length": (lambda: tensors(seqlen_kv=7), {}),
+    "head_dim": (lambda: tensors(head_dim=16), {}),
+    "dtype": (lambda: tensors(dtype=torch.float64), {}),
+    "memory order": (lambda: [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors()], {}),
+    "alignment": (shifted, {}),
+    "training": (trained, {}),
+    "causal": (tensors, {"is_causal": True}),
+    "window": (tensors, {"window": (2, 0)}),
+    "wider window": (tensors, {"window": (3, 0)}),
+    "negative scale": (tensors, {"scale": -1.0}),
+    "no scale at all": (tensors, {"scale": 0.0}),
+    "softcap": (tensors, {"softcap": 30.0}),
+    "sink": (tensors, {"sink": torch.zeros(4)}),
+    "slopes": (tensors, {"alibi_slopes": torch.zeros(4)}),
+    "slopes per row": (tensors, {"alibi_slopes": torch.zeros(2, 4)}),
+    "dropout": (tensors, {"dropout_p": 0.5}),
+    "layout": (tensors, {"layout": "bshd", "mask": FLAGS[..., :1, :1]}),
+    "log-sum-exp": (tensors, {"return_lse": True}),
+    "deterministic": (tensors, {"deterministic": True}),
+    "required backend": (tensors, {"backend": "math"}),
+    "preferred backend": (tensors, {"prefer": "math"}),
+    "mask": (tensors, {"mask": FLAGS}),
+    "mask of another shape": (tensors, {"mask": FLAGS[:1]}),
+    "mask as an object": (tensors, {"mask": masks.Dense(FLAGS)}),
+    "documents": (tensors, {"mask": masks.Documents(lengths=[6])}),
+    "other documents": (tensors, {"mask": masks.Documents(lengths=[3, 3])}),
+    "documents by ids": (tensors, {"mask": masks.Documents(ids=torch.zeros(6, dtype=torch.int64))}),
+    "padding": (tensors, {"mask": masks.KeyPadding(lengths=[6, 6])}),
+    "other padding": (tensors, {"mask": masks.KeyPadding(lengths=[6, 0])}),
+    "padding on the device": (tensors, {"mask": masks.KeyPadding(lengths=torch.tensor([6, 6]))}),
+    "bias": (tensors, {"bias": torch.zeros(6, 6)}),
+    "bias of another shape": (tensors, {"bias": torch.zeros(6)}),
+    "bias beside a required backend": (tensors, {"bias": torch.zeros(6, 6), "backend": "chunked"}),
+    "bias of another dtype": (tensors, {"bias": torch.zeros(6, 6, dtype=torch.float64), "backend": "chunked"}),
+    "trained bias": (tensors, {"bias": torch.zeros(6, 6).requires_grad_()}),
+    "float mask": (tensors, {"mask": torch.zeros(6, 6)}),
+}
+
+
+def test_everything_that_a_decision_may_depend_on_has_a_route_of_its_own(made):
+    attnroute.attention(*tensors())
+    for n, (make, arguments) in enumerate(OTHER.values(), start=1):
+        for _ in range(2):
+            attnroute.attention(*make(), **arguments)
+        assert len(made) == n + 1, list(OTHER)[n - 1]
+    attnroute.attention(*tensors())
+    assert len(made) == len(set(made)) == len(OTHER) + 1
+
+
+def test_what_override_says_has_a_route_of_its_own(made):
+    attnroute.attention(*tensors())
+    for wish in ({"backend": "math"}, {"prefer": "chunked"}, {"ban": "flash"}, {"strict": True}, {"double_backward": True}):
+        for _ in range(2):
+            with attnroute.override(**wish):
+                attnroute.attention(*tensors())
+    assert len(made) == 6
+
+
+def test_forget_forgets(made, decided):
+    attnroute.attention(*tensors())
+    routes.forget()
+    attnroute.attention(*tensors())
+    assert (len(made), len(decided)) == (2, 2)
+
+
+def test_memory_of_routes_starts_anew_at_its_limit(monkeypatch, made):
+    monkeypatch.setattr(routes, "ROUTE_LIMIT", 3)
+    for length in (2, 3, 4, 5, 5, 2):
+        attnroute.attention(*tensors(seqlen_q=length, seqlen_kv=length))
+        assert len(routes._ROUTES) <= 3
+    assert len(made) == 5
+
+
+def test_explain_remembers_nothing_and_runs_nothing(decided):
+    with Spy() as spy:
+        attnroute.explain(*tensors())
+        attnroute.explain(*tensors())
+    assert len(decided) == 2
+    assert (routes._ROUTES, spy.backends) == ({}, set())
+
+
+def test_a_failed_call_is_not_remembered(decided):
+    for _ in range(2):
+        with pytest.raises(attnroute.NoBackendError):
+            attnroute.attention(*tensors(), softcap=1.0, backend="flash")
+    assert len(decided) == 2
+    assert routes._ROUTES == {}
+
+
+def test_the_slow_tier_warns_with_its_bytes_once_per_route():
+    query = torch.randn(1, 1, 64, 8)
+    with attnroute.override(double_backward=True):
+        attnroute.attention(query, query, query)
+    large = torch.zeros(1, 2, 6000, 1)  # 2 * 6000 * 6000 scores of 4 bytes.
+    with attnroute.override(backend="math"):
+        with pytest.warns(QuadraticAttentionWarning, match="math holds 275 MiB of scores") as caught:
+            attnroute.attention(large, large, large)
+        attnroute.attention(large, large, large)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+# Masks of one shape that say different things.
+
+
+def test_counts_that_the_host_knows_are_not_those_that_the_device_knows():
+    query, key, value = tensors(batch=1, seqlen_q=3, seqlen_kv=1)
+    full, empty = masks.KeyPadding(lengths=(1,)), masks.KeyPadding(lengths=torch.tensor([0]))
+    for _ in range(2):
+        assert attnroute.attention(query, key, value, full).any()
+        assert not attnroute.attention(query, key, value, empty).any()
+
+
+def test_a_mask_that_says_nothing_is_not_one_that_does():
+    query, key, value = tensors()
+    for lengths in ((6, 6), (6, 3), (6, 6), (1, 6)):
+        allowed = torch.arange(6) < torch.tensor(lengths)[:, None, None, None]
+        out = attnroute.attention(query, key, value, masks.KeyPadding(lengths=lengths))
+        assert error(out, attend(query, key, value, allowed=allowed)[0]) <= TOLERANCE[torch.float32]
+
+
+def test_a_dense_mask_changed_in_place_is_read_again():
+    query, key, value = tensors()
+    dense = torch.ones(6, 6, dtype=torch.bool)
+    for wrap in (lambda mask: mask, lambda mask, kept=masks.Dense(dense): kept, lambda mask: masks.Dense(mask)):
+        for hidden in (0, 3, 5):
+            dense.fill_(value=True)
+            dense[:, hidden] = False
+            out = attnroute.attention(query, key, value, wrap(dense))
+            assert error(out, attend(query, key, value, allowed=dense)[0]) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("backend", ["flash", "chunked", "math"])
+def test_a_mask_object_whose_tensor_changed_is_read_again(backend):
+    query, key, value = tensors()
+    counts, ids = torch.tensor([6, 6]), torch.zeros(6, dtype=torch.int64)
+    padding, documents = masks.KeyPadding(lengths=counts), masks.Documents(ids=ids)
+    both = padding & masks.Causal()
+    for n in (6, 2, 4):
+        counts[1] = n
+        ids[n:] = n
+        keys = torch.arange(6) < counts[:, None, None, None]
+        same = ids[:, None] == ids
+        cases = ((padding, keys), (documents, same), (both, keys & torch.ones(6, 6).tril().bool()))
+        for mask, allowed in cases:
+            out = attnroute.attention(query, key, value, mask, backend=backend)
+            assert error(out, attend(query, key, value, allowed=allowed)[0]) <= TOLERANCE[torch.float32]
+
+
+LENGTHS = st.sampled_from([1, 2, 5])
+
+
+@st.composite
+def small_calls(draw):
+    """Draw a call from a space so small that later calls meet the routes of earlier ones."""
+    batch, seqlen_q, seqlen_kv = draw(st.sampled_from([1, 2])), draw(LENGTHS), draw(LENGTHS)
+    kind = draw(st.sampled_from(["none", "full", "causal", "ends", "ints", "device", "left", "bias"]))
+    dense = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool)
+    counts = draw(st.lists(st.integers(0, seqlen_kv), min_size=batch, max_size=batch))
+    keys = torch.arange(seqlen_kv) < torch.tensor(counts)[:, None, None, None]
+    ends = dense.tril(seqlen_kv - seqlen_q)
+    forms = {
+        "none": (None, dense),
+        "full": (dense, dense),
+        "causal": (dense.tril(), dense.tril()),
+        "ends": (masks.Causal("bottom_right"), ends),
+        "ints": (masks.KeyPadding(lengths=counts), keys),
+        "device": (masks.KeyPadding(lengths=torch.tensor(counts)), keys),
+        "left": (masks.KeyPadding(left=counts), ~keys),
+        "bias": (torch.zeros(seqlen_q, seqlen_kv).masked_fill(~ends, -torch.inf), ends),
+    }
+    return (batch, seqlen_q, seqlen_kv), *forms[kind], draw(st.sampled_from([{}, {"scale": -1.0}, {"layout": "bshd"}]))
+
+
+@given(st.lists(small_calls(), min_size=3, max_size=6))
+@settings(max_examples=30)
+def test_no_call_goes_the_way_of_another(sequence):
+    for (batch, seqlen_q, seqlen_kv), mask, allowed, arguments in sequence:
+        given_tensors = tensors(batch=batch, heads=2, heads_kv=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+        turned = arguments.get("layout") == "bshd"
+        passed = [t.transpose(1, 2) for t in given_tensors] if turned else given_tensors
+        with Spy() as spy:
+            out = attnroute.attention(*passed, mask, **arguments)
+        assert spy.backends == {attnroute.explain(*passed, mask, **arguments).selected}
+        want, _ = attend(*given_tensors, allowed=allowed, scale=arguments.get("scale"))
+        assert error(out.transpose(1, 2) if turned else out, want) <= TOLERANCE[torch.float32]
+
+
+def test_threads_share_routes_without_harm(monkeypatch):
+    monkeypatch.setattr(routes, "ROUTE_LIMIT", 4)
+    wrong, barrier = [], threading.Barrier(4)
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        barrier.wait(timeout=60)
+        for n in range(30):
+            length = 2 + (n + seed) % 5
+            query = torch.randn(1, 2, length, 8, generator=generator)
+            mask = masks.KeyPadding(lengths=[1 + n % length])
+            with attnroute.override(backend=("math", "chunked")[n % 2]):
+                out = attnroute.attention(query, query, query, mask)
+            want, _ = attend(query, query, query, allowed=mask.materialize(length, length))
+            if error(out, want) > TOLERANCE[torch.float32]:
+                wrong.append((seed, n))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
