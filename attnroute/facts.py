@@ -120,7 +120,7 @@ LENGTH_FACTS: Final = frozenset(
         "dq_accumulator_elements",
     }
 )
-"""The fields whose value changes with every length, so that only what rules ask about them sorts calls into classes."""
+"""The fields whose value changes with every length: only what rules ask about them sorts calls."""
 
 WORDS: Final[dict[str, tuple[str, ...]]] = {
     "dtype": DTYPES,

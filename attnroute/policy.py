@@ -1,7 +1,7 @@
 """What the user wants, as plain data: the engine reads this, never the environment.
 
-Settings come from the call, from `override()`, from the environment, in that precedence; `merge` puts one over
-another. A ban holds against all.
+Settings come from the call, from `override()`, from the environment, in that precedence; `merge` puts one
+over another. A ban holds against all.
 """
 
 from __future__ import annotations

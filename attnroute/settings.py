@@ -1,7 +1,7 @@
 """Where wishes come from: the environment, `override()`, the call. The only reader of `ATTNROUTE_*`.
 
-The environment is read once, at the first call; `reload()` reads it again. Nothing here runs on the way of a call but
-one ContextVar lookup.
+The environment is read once, at the first call; `reload()` reads it again. Nothing here runs on the way of a
+call but one ContextVar lookup.
 """
 
 from __future__ import annotations
@@ -228,7 +228,9 @@ def _read_explain(name: str, text: str) -> dict[str, object]:
 
 def _warn_unknown(name: str) -> None:
     near = did_you_mean(name, VARIABLES) or f"; the known ones are {', '.join(VARIABLES)}."
-    warnings.warn(f"{name} is no variable of attnroute and has no effect{near}", OverrideWarning, stacklevel=4)
+    warnings.warn(
+        f"{name} is no variable of attnroute and has no effect{near}", OverrideWarning, stacklevel=4
+    )
 
 
 _READERS: dict[str, Callable[[str, str], dict[str, object]]] = {

@@ -57,7 +57,7 @@ def attend(
 
 
 def error(got, want, floor=0.1):
-    """Return the largest difference over the largest true value (at least `floor`), infinity where not finite."""
+    """Return the largest difference over the largest true value, at least `floor`; infinity if not finite."""
     if got.numel() == 0:
         return 0.0
     if not torch.isfinite(got).all():

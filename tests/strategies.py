@@ -25,7 +25,15 @@ from attnroute.vocabulary import DTYPES
 
 LENGTHS = (1, 2, 7, 64, 100, 127, 128, 192, 1000, 4096, 100_000)
 HEAD_DIMS = (64, 128, 1, 4, 8, 20, 72, 192, 256, 320, 512)
-TORCHES = ("2.11.0+cu130", "2.13.0+cpu", "2.5.1", "2.7.1+cu126", "2.9.0+cu128", "2.14.0a0", "2.15.0.dev20260922")
+TORCHES = (
+    "2.11.0+cu130",
+    "2.13.0+cpu",
+    "2.5.1",
+    "2.7.1+cu126",
+    "2.9.0+cu128",
+    "2.14.0a0",
+    "2.15.0.dev20260922",
+)
 ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
 EMPTY_ROWS = st.sampled_from(["none", "some", "unknown"])
 
@@ -33,7 +41,7 @@ EMPTY_ROWS = st.sampled_from(["none", "some", "unknown"])
 def mostly(usual, *others):
     """Return a strategy that draws the first value nine times out of ten.
 
-    A call has a dozen parts that a kernel may refuse: with each of them drawn evenly, nothing would be eligible.
+    A call has a dozen parts that a kernel may refuse: were each drawn evenly, nothing would be eligible.
     """
     return st.integers(0, 9).flatmap(lambda n: st.sampled_from(others) if n == 9 else st.just(usual))
 
@@ -81,7 +89,9 @@ def mask_nodes(batch, seqlen_q, seqlen_kv):
     """Return any node that can be read at these sizes."""
     counts = st.none() | st.lists(st.integers(0, seqlen_kv), min_size=batch % 70_000, max_size=batch % 70_000)
     tensor = {
-        "shape": st.sampled_from([(seqlen_q, seqlen_kv), (batch, 1, 1, seqlen_kv), (1, 1, seqlen_q, seqlen_kv), (1,)]),
+        "shape": st.sampled_from(
+            [(seqlen_q, seqlen_kv), (batch, 1, 1, seqlen_kv), (1, 1, seqlen_q, seqlen_kv), (1,)]
+        ),
         "requires_grad": FALSE_MOSTLY,
         "last_dim_contiguous": TRUE_MOSTLY,
         "aligned": TRUE_MOSTLY,
@@ -180,11 +190,20 @@ def readable_masks(draw, batch, seqlen_q, seqlen_kv):
 def small_call(mask, batch, seqlen_q, seqlen_kv, **rest):
     """Return a call of few heads with this mask."""
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
-    return Call(dtype="float32", num_heads_q=2, num_heads_kv=1, head_dim_qk=8, head_dim_v=8, mask=mask, **sizes, **rest)
+    return Call(
+        dtype="float32",
+        num_heads_q=2,
+        num_heads_kv=1,
+        head_dim_qk=8,
+        head_dim_v=8,
+        mask=mask,
+        **sizes,
+        **rest,
+    )
 
 
 def allowed_of(call):
-    """Return who may attend whom by the nodes' definitions: nested lists [batch][seqlen_q][seqlen_kv] of bools."""
+    """Return who may attend whom by definition, as lists of bools: [batch][seqlen_q][seqlen_kv]."""
     rows, columns = range(call.seqlen_q), range(call.seqlen_kv)
     return [
         [[all(_allows(node, call, b, i, j) for node in call.mask) for j in columns] for i in rows]
@@ -199,7 +218,9 @@ def _allows(node, call, b, i, j):
     if isinstance(node, CausalNode):
         return distance <= 0
     if isinstance(node, WindowNode):
-        return (node.left is None or distance >= -node.left) and (node.right is None or distance <= node.right)
+        return (node.left is None or distance >= -node.left) and (
+            node.right is None or distance <= node.right
+        )
     if isinstance(node, KeyPaddingNode):
         return j < node.lengths[b] if node.side == "right" else j >= call.seqlen_kv - node.lengths[b]
     if isinstance(node, PrefixNode):

@@ -148,7 +148,9 @@ def test_a_value_that_means_nothing_is_refused(field, value):
 
 
 def test_heads_that_do_not_divide_are_refused_in_a_sentence():
-    with pytest.raises(ValidationError, match=r"num_heads_q requires a multiple of num_heads_kv; got 32 and 5;"):
+    with pytest.raises(
+        ValidationError, match=r"num_heads_q requires a multiple of num_heads_kv; got 32 and 5;"
+    ):
         Call.model_validate({**SIZES, "num_heads_kv": 5})
     with pytest.raises(ValidationError, match="got 32 and 0"):
         Call.model_validate({**SIZES, "num_heads_kv": 0})
@@ -158,7 +160,12 @@ def test_heads_that_do_not_divide_are_refused_in_a_sentence():
 def test_with_returns_a_changed_copy_and_validates_it():
     call = Call.model_validate(SIZES)
     changed = call.with_(mask=(WindowNode(left=3),), dropout_p=0.5)
-    assert (changed.mask, changed.dropout_p, call.mask, call.dropout_p) == ((WindowNode(left=3),), 0.5, (), 0.0)
+    assert (changed.mask, changed.dropout_p, call.mask, call.dropout_p) == (
+        (WindowNode(left=3),),
+        0.5,
+        (),
+        0.0,
+    )
     with pytest.raises(ValidationError, match="window_left"):
         call.with_(window_left=3)
     with pytest.raises(ValidationError, match="num_heads_q requires"):
@@ -201,7 +208,9 @@ def test_archs_sort_as_numbers_with_the_cpu_last():
 
 def test_versions_are_set_and_removed_in_a_copy():
     host = Host.model_validate_json(HOST)
-    changed = host.with_versions({"torch": "2.14.1", "flash-attn-4": None, "flash-attn": "2.8.3", "triton": None})
+    changed = host.with_versions(
+        {"torch": "2.14.1", "flash-attn-4": None, "flash-attn": "2.8.3", "triton": None}
+    )
     assert changed.versions == {"torch": "2.14.1", "cuda": "13.0", "cudnn": "9.19.0", "flash-attn": "2.8.3"}
     assert host == Host.model_validate_json(HOST)
 
@@ -217,7 +226,9 @@ def test_a_file_that_is_no_host_is_refused_with_its_name(tmp_path, text):
     file = tmp_path / "h100.json"
     if text is not None:
         file.write_text(text, encoding="utf-8")
-    wanted = r"^--host requires a JSON file .*; got .*h100\.json \(.+\); record one with `attnroute probe > h100\.json`\.$"
+    wanted = (
+        r"^--host requires a JSON file .*; got .*h100\.json \(.+\); record one with `attnroute probe > h100"
+    )
     with pytest.raises(ArgumentError, match=wanted):
         Host.from_file(file)
 

@@ -131,8 +131,14 @@ SURROUNDED = Context(compiled=True, cuda_graph=True, transform="vmap", distribut
         ({"seqlen_kv": 256}, {"seqlens_equal": False, "seqlen_kv_mod_128": 0, "mask_elements": 192 * 256}),
         ({"head_dim_v": 192}, {"head_dims_equal": True}),
         ({"head_dim_v": 256}, {"head_dim_max": 256}),
-        ({"mask": (TOP_LEFT,)}, {"causal": True, "only_causal": True, "band_only": True, "alignment": "square"}),
-        ({"mask": (TOP_LEFT,), "bias": AlibiBias()}, {"only_causal": False, "alibi": True, "dense_bias": False}),
+        (
+            {"mask": (TOP_LEFT,)},
+            {"causal": True, "only_causal": True, "band_only": True, "alignment": "square"},
+        ),
+        (
+            {"mask": (TOP_LEFT,), "bias": AlibiBias()},
+            {"only_causal": False, "alibi": True, "dense_bias": False},
+        ),
         ({"mask": (TOP_LEFT, STRIDED)}, {"only_causal": False, "band_only": False, "dense_mask": True}),
         ({"mask": (WindowNode(left=3),)}, {"window": True, "window_right_open": True, "causal": False}),
         ({"mask": (WindowNode(left=3, right=0),)}, {"window_right_open": False, "band_only": True}),
@@ -142,8 +148,14 @@ SURROUNDED = Context(compiled=True, cuda_graph=True, transform="vmap", distribut
         ({"mask": (PrefixNode(),)}, {"prefix": True, "causal": False}),
         ({"mask": (FunctionNode(),)}, {"function_mask": True, "empty_rows": "unknown"}),
         ({"mask": (STRIDED,)}, {"mask_last_dim_contiguous": False, "mask_has_query_dim": True}),
-        ({"bias": TRAINED}, {"mask_aligned": False, "mask_has_query_dim": False, "bias_is_query_dtype": False}),
-        ({"bias": TRAINED}, {"dense_bias": True, "bias_requires_grad": True, "only_bias_requires_grad": False}),
+        (
+            {"bias": TRAINED},
+            {"mask_aligned": False, "mask_has_query_dim": False, "bias_is_query_dtype": False},
+        ),
+        (
+            {"bias": TRAINED},
+            {"dense_bias": True, "bias_requires_grad": True, "only_bias_requires_grad": False},
+        ),
         ({"bias": TRAINED, "phase": "training"}, {"only_bias_requires_grad": UNKNOWN}),
         (
             {"bias": TRAINED, "phase": "training", "qkv_requires_grad": True},
@@ -157,9 +169,15 @@ SURROUNDED = Context(compiled=True, cuda_graph=True, transform="vmap", distribut
         ({"bias": FunctionBias()}, {"function_bias": True, "empty_rows": "unknown"}),
         ({"dropout_p": 0.1}, {"dropout_p": 0.1, "dropout_is_sixteenth": False}),
         ({"dropout_p": 0.125}, {"dropout_is_sixteenth": True}),
-        ({"softcap": 30.0, "sink": True, "return_lse": True}, {"softcap": 30.0, "sink": True, "return_lse": True}),
+        (
+            {"softcap": 30.0, "sink": True, "return_lse": True},
+            {"softcap": 30.0, "sink": True, "return_lse": True},
+        ),
         ({"scale": "zero", "deterministic": True}, {"scale": "zero", "deterministic": True}),
-        ({"strides": STREWN}, {"qkv_last_dim_contiguous": False, "qkv_packed": False, "kv_heads_expanded": True}),
+        (
+            {"strides": STREWN},
+            {"qkv_last_dim_contiguous": False, "qkv_packed": False, "kv_heads_expanded": True},
+        ),
         ({"strides": STREWN, "layout": "bshd"}, {"qkv_aligned_16": False, "layout": "bshd"}),
         ({"context": SURROUNDED}, {"compiled": True, "cuda_graph": True}),
         ({"context": SURROUNDED}, {"transform": "vmap", "distributed": "dtensor"}),
@@ -246,7 +264,9 @@ def _objects(draw, batch, seqlen_q, seqlen_kv):
     alignment = st.sampled_from(["top_left", "bottom_right"])
     beside = st.none() | st.integers(0, 6)
     counts = st.lists(st.integers(0, seqlen_kv), min_size=batch, max_size=batch)
-    shape = st.sampled_from([(seqlen_kv,), (seqlen_q, seqlen_kv), (batch, 2, seqlen_q, seqlen_kv), (batch, 1, 1, 1)])
+    shape = st.sampled_from(
+        [(seqlen_kv,), (seqlen_q, seqlen_kv), (batch, 2, seqlen_q, seqlen_kv), (batch, 1, 1, 1)]
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     parts = [
         st.builds(masks.Causal, alignment),
@@ -312,7 +332,9 @@ def test_empty_rows_hold_for_every_length_that_may_come(data, batch, seqlen_q, s
         max_size=2,
     )
     nodes = (TOP_LEFT, WindowNode(left=0)) if data is None else tuple(data.draw(band))
-    varying = small_call(nodes, batch, seqlen_q, seqlen_kv, context=Context(dynamic=("seqlen_q", "seqlen_kv")))
+    varying = small_call(
+        nodes, batch, seqlen_q, seqlen_kv, context=Context(dynamic=("seqlen_q", "seqlen_kv"))
+    )
     if empty_rows_of(varying) != "none":
         return
     for other_q in range(1, 6):

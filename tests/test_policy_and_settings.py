@@ -24,7 +24,14 @@ NAMES = st.sampled_from(KNOWN)
 SOME = st.lists(NAMES, max_size=3, unique=True).map(tuple)
 CPU = Host(arch="cpu", versions={"torch": "2.13.0"})
 CALL = Call(
-    dtype="float32", batch=1, num_heads_q=2, num_heads_kv=2, seqlen_q=8, seqlen_kv=8, head_dim_qk=8, head_dim_v=8
+    dtype="float32",
+    batch=1,
+    num_heads_q=2,
+    num_heads_kv=2,
+    seqlen_q=8,
+    seqlen_kv=8,
+    head_dim_qk=8,
+    head_dim_v=8,
 )
 
 
@@ -80,7 +87,9 @@ def test_a_nearer_list_of_what_may_run_ends_a_requirement_outside_of_it():
 
 
 def test_every_setting_remembers_who_made_it_and_a_ban_everybody():
-    below = Policy(ban=("math",), strict=True, origin={"ban": "ATTNROUTE_BACKENDS=-math", "strict": "ATTNROUTE_STRICT=1"})
+    below = Policy(
+        ban=("math",), strict=True, origin={"ban": "ATTNROUTE_BACKENDS=-math", "strict": "ATTNROUTE_STRICT=1"}
+    )
     merged = merge(below, Policy(ban=("flash",), origin={"ban": "override()"}))
     assert merged.origin_of("ban") == "ATTNROUTE_BACKENDS=-math and override()"
     assert merged.origin_of("strict") == "ATTNROUTE_STRICT=1"
@@ -181,19 +190,26 @@ def test_strict_leaves_the_slow_tier_out_whoever_asks(environment):
         assert selected(backend="math") == "math"
 
 
+def _fail_inside_of_an_override():
+    with override(prefer=("chunked", "math"), ban="flash"):
+        assert selected() == "chunked"
+        assert current().ban == ("flash",)
+        raise ZeroDivisionError
+
+
 def test_overrides_nest_and_end_with_an_error_too():
     with override(prefer="math"):
         assert selected() == "math"
-        with pytest.raises(ZeroDivisionError), override(prefer=("chunked", "math"), ban="flash"):
-            assert selected() == "chunked"
-            assert current().ban == ("flash",)
-            1 / 0  # noqa: B018
+        with pytest.raises(ZeroDivisionError):
+            _fail_inside_of_an_override()
         assert (selected(), current().ban) == ("math", ())
     assert (selected(), current()) == ("flash", Policy())
 
 
 def test_override_gives_the_policy_in_force():
-    with override(prefer="math", strict=True, allow_unknown=True, recognize=False, double_backward=True) as policy:
+    with override(
+        prefer="math", strict=True, allow_unknown=True, recognize=False, double_backward=True
+    ) as policy:
         assert policy is current()
         assert policy.prefer == ("math",)
         assert (policy.strict, policy.allow_unknown, policy.recognize) == (True, True, False)
@@ -285,7 +301,16 @@ FLAGS = {"STRICT": "strict", "ALLOW_UNKNOWN": "allow_unknown", "RECOGNIZE": "rec
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1", True), ("true", True), ("YES", True), (" on ", True), ("0", False), ("False", False), ("no", False), ("", False)],
+    [
+        ("1", True),
+        ("true", True),
+        ("YES", True),
+        (" on ", True),
+        ("0", False),
+        ("False", False),
+        ("no", False),
+        ("", False),
+    ],
 )
 def test_flags(name, text, value):
     policy = from_environment({f"ATTNROUTE_{name}": text})
@@ -321,16 +346,36 @@ def test_tables_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("variable", "text", "said"),
     [
-        ("BACKEND", "flahs", f'ATTNROUTE_BACKEND requires one of {", ".join(KNOWN)}; got "flahs"; did you mean "flash"?'),
-        ("BACKENDS", "flash,mth", f'ATTNROUTE_BACKENDS requires one of {", ".join(KNOWN)}; got "mth"; did you mean "math"?'),
+        (
+            "BACKEND",
+            "flahs",
+            f'ATTNROUTE_BACKEND requires one of {", ".join(KNOWN)}; got "flahs"; did you mean "flash"?',
+        ),
+        (
+            "BACKENDS",
+            "flash,mth",
+            f'ATTNROUTE_BACKENDS requires one of {", ".join(KNOWN)}; got "mth"; did you mean "math"?',
+        ),
         ("BACKENDS", "-fa5", 'got "fa5"'),
-        ("STRICT", "maybe", 'ATTNROUTE_STRICT requires 1 or 0 (also true, yes, on, false, no, off); got "maybe".'),
+        (
+            "STRICT",
+            "maybe",
+            'ATTNROUTE_STRICT requires 1 or 0 (also true, yes, on, false, no, off); got "maybe".',
+        ),
         ("ALLOW_UNKNOWN", "2", "ATTNROUTE_ALLOW_UNKNOWN requires 1 or 0"),
         ("RECOGNIZE", "never", "ATTNROUTE_RECOGNIZE requires 1 or 0"),
-        ("TABLES", "/no/such/folder", "ATTNROUTE_TABLES requires a folder with the layout of capability_tables; got"),
+        (
+            "TABLES",
+            "/no/such/folder",
+            "ATTNROUTE_TABLES requires a folder with the layout of capability_tables; got",
+        ),
         ("TUNING", "fast", 'ATTNROUTE_TUNING requires off, read or the path of a cost file; got "fast".'),
         ("TUNING", "read", "ATTNROUTE_TUNING requires off, because no measured costs can be read yet"),
-        ("EXPLAIN", "al", 'ATTNROUTE_EXPLAIN requires one of off, once, changes, all; got "al"; did you mean "all"?'),
+        (
+            "EXPLAIN",
+            "al",
+            'ATTNROUTE_EXPLAIN requires one of off, once, changes, all; got "al"; did you mean "all"?',
+        ),
     ],
 )
 def test_a_wrong_value_is_an_error_that_lists_the_right_ones(variable, text, said):
@@ -359,14 +404,18 @@ def test_an_unknown_variable_warns_with_the_nearest(name, said):
 
 
 def test_a_name_that_is_near_to_none_is_told_all_of_them():
-    with pytest.warns(OverrideWarning, match="has no effect; the known ones are ATTNROUTE_BACKEND, .*RECOGNIZE.$"):
+    with pytest.warns(
+        OverrideWarning, match="has no effect; the known ones are ATTNROUTE_BACKEND, .*RECOGNIZE.$"
+    ):
         from_environment({"ATTNROUTE_0123456789012345678901234567890": "1"})
 
 
 def test_other_variables_are_nobodys_business():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert from_environment({"PATH": "/bin", "attnroute_strict": "1", "XATTNROUTE_STRICT": "1"}) == Policy()
+        assert (
+            from_environment({"PATH": "/bin", "attnroute_strict": "1", "XATTNROUTE_STRICT": "1"}) == Policy()
+        )
 
 
 def test_the_environment_is_read_once_until_it_is_reloaded(environment, monkeypatch):

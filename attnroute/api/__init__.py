@@ -73,26 +73,30 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention by the fastest kernel that is known to be right for this call, here, with these versions.
 
-    Computes ``softmax(softcap(scale * query @ key.T) + bias, over allowed keys) @ value``. A query that may attend no
-    key gives zeros, on every backend. Under autocast, float inputs are cast as for scaled_dot_product_attention.
+    Computes ``softmax(softcap(scale * query @ key.T) + bias, over allowed keys) @ value``. A query that may
+    attend no key gives zeros, on every backend. Under autocast, float inputs are cast as for
+    scaled_dot_product_attention.
 
     Args:
         query: (batch, num_heads_q, seqlen_q, head_dim_qk) in layout bhsd; any float dtype; CPU or CUDA.
         key: (batch, num_heads_kv, seqlen_kv, head_dim_qk); num_heads_kv divides num_heads_q (GQA, MQA).
         value: (batch, num_heads_kv, seqlen_kv, head_dim_v).
-        mask: Who may attend: a mask object (`attnroute.masks`) or a bool tensor, True = attend, that broadcasts to
-            (batch, num_heads_q, seqlen_q, seqlen_kv) from 1, 2 or 4 dimensions. A float tensor is taken as `bias`.
+        mask: Who may attend: a mask object (`attnroute.masks`) or a bool tensor, True = attend, that
+            broadcasts to
+            (batch, num_heads_q, seqlen_q, seqlen_kv) from 1, 2 or 4 dimensions. A float tensor is taken as
+            `bias`.
         bias: Float tensor of any float dtype added to the scaled scores, broadcasting as `mask` does. Gets a
             gradient when it requires one.
         is_causal: Causal as well; holds together with `mask`.
-        causal_alignment: "top_left" (as scaled_dot_product_attention) or "bottom_right" (as flash-attn). Must be stated for
-            `is_causal` and `window` when seqlen_q != seqlen_kv.
+        causal_alignment: "top_left" (as scaled_dot_product_attention) or "bottom_right" (as flash-attn).
+            Must be stated for `is_causal` and `window` when seqlen_q != seqlen_kv.
         window: (left, right) counts of keys beside the diagonal, both inclusive, None = open. A
             configuration that says ``sliding_window = W`` means ``(W - 1, 0)``.
         scale: Factor on query @ key.T; None = head_dim_qk ** -0.5.
         softcap: Scores become ``softcap * tanh(score / softcap)``; 0.0 = off.
         sink: (num_heads_q,) extra logit per head that takes weight and gives no value.
-        alibi_slopes: (num_heads_q,) or (batch, num_heads_q): adds ``-slope * |i + seqlen_kv - seqlen_q - j|``.
+        alibi_slopes: (num_heads_q,) or (batch, num_heads_q): adds ``-slope * |i + seqlen_kv - seqlen_q -
+            j|``.
         dropout_p: Probability in [0, 1) of dropping a weight; applied whenever it is not 0.0.
         layout: "bhsd" or "bshd" (batch, seqlen, num_heads, head_dim); the result has the same.
         cu_seqlens_q: Refused: pass `masks.Documents`.
@@ -106,9 +110,10 @@ def attention(
         prefer: One or more backends to try first.
 
     Returns:
-        (batch, num_heads_q, seqlen_q, head_dim_v) in the dtype of the query and the given layout. With `return_lse`
-        also the natural log-sum-exp, float32, (batch, num_heads_q, seqlen_q), -inf for a query with no key; it carries
-        no gradient except on backend "chunked".
+        (batch, num_heads_q, seqlen_q, head_dim_v) in the dtype of the query and the given layout. With
+        `return_lse`
+        also the natural log-sum-exp, float32, (batch, num_heads_q, seqlen_q), -inf for a query with no key;
+        it carries no gradient except on backend "chunked".
 
     Raises:
         ArgumentError: An argument means nothing; no kernel was launched.
@@ -189,8 +194,8 @@ def explain(
         **arguments: Every other argument of `attention`.
 
     Returns:
-        The decision with every backend's verdict, hints, and what stock scaled_dot_product_attention would run; ``str()``
-        of it is the explanation.
+        The decision with every backend's verdict, hints, and what stock scaled_dot_product_attention would
+        run; ``str()`` of it is the explanation.
 
     Raises:
         ArgumentError: An argument means nothing.

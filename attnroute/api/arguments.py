@@ -47,7 +47,8 @@ def collect(
     if torch.is_autocast_enabled(query.device.type):
         query, key, value, mask, bias = _autocast(query, key, value, mask, bias)
     strictly = (
-        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
     training = torch.is_grad_enabled() and (
         query.requires_grad
@@ -163,7 +164,9 @@ def _seen(mask: Tensor, args: Arguments, policy: Policy) -> object:
 def _not_deterministic() -> ArgumentError:
     """The backward of torch's kernels reads torch's own switch and nothing else."""
     required = "torch.use_deterministic_algorithms(True) where gradients are asked for"
-    return argument_error("deterministic", required, "that switch off or warn_only", "switch it on, or pass None")
+    return argument_error(
+        "deterministic", required, "that switch off or warn_only", "switch it on, or pass None"
+    )
 
 
 def _not_a_tensor(query: object, key: object, value: object) -> ArgumentError:

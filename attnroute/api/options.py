@@ -1,11 +1,11 @@
-"""The keyword arguments of `attention()` as a type, so that its two results can be told apart by a type checker."""
+"""The keyword arguments of `attention()` as a type, so that a type checker tells its two results apart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TypedDict
 
-from torch import Tensor
+from torch import Tensor  # noqa: TC002 - typing.get_type_hints must find it
 
 
 class Options(TypedDict, total=False):

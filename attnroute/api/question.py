@@ -172,6 +172,6 @@ def _strides(args: Arguments, heads_at: int) -> Strides:
 
 
 def _aligned(tensor: Tensor) -> bool:
-    """Start and rows at multiples of 16 bytes; rows that follow each other without a gap are as they must be."""
+    """Start and rows at multiples of 16 bytes; rows without a gap between them are as they must be."""
     gapless = tensor.is_contiguous() or tensor.transpose(1, 2).is_contiguous() or tensor.stride(-1) != 1
     return tensor.data_ptr() % 16 == 0 if gapless else is_packed(tensor)

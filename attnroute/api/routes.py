@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from attnroute.policy import Policy
 
 ROUTE_LIMIT = 16384
-"""Remembered routes; above this the memory starts anew, so that ever new lengths cannot grow it without end."""
+"""Remembered routes; above this the memory starts anew, so that new lengths cannot grow it without end."""
 
 Output = tuple[Tensor, Tensor | None]
 
@@ -219,4 +219,3 @@ def _lower(inputs: Inputs, route: Route, args: Arguments) -> None:
         inputs.mask_owner = mask.tensor
     elif whole and mask is args.mask:
         inputs.mask_owner = mask
-

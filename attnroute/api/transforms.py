@@ -25,7 +25,8 @@ def _functorch(interpreter: object) -> str:
         _TransformType.Vmap: "vmap",
         _TransformType.Jvp: "forward_ad",
     }
-    # functorch's grad may be nested, and its inner level cannot be told from the outside: only the composite is
+    # functorch's grad may be nested, and its inner level cannot be told from the outside: only the composite
+    # is
     # differentiable at every level.
     return kinds.get(interpreter.key(), "double_backward")  # type: ignore[attr-defined]
 

@@ -28,7 +28,11 @@ def check_tensors(args: Arguments) -> None:
         ArgumentError: One is no 4-D dense tensor, or devices, dtypes or shapes do not fit together.
     """
     if args.layout not in LAYOUTS:
-        to_do = 'pass documents as masks.Documents(cu_seqlens=...) instead' if args.layout == "thd" else "pick one"
+        to_do = (
+            "pass documents as masks.Documents(cu_seqlens=...) instead"
+            if args.layout == "thd"
+            else "pick one"
+        )
         raise argument_error("layout", f"one of {', '.join(LAYOUTS)}", repr(args.layout), to_do)
     for name in ("query", "key", "value"):
         _check_tensor(name, getattr(args, name))
@@ -39,7 +43,9 @@ def check_tensors(args: Arguments) -> None:
         if tensor.dtype != query.dtype:
             raise argument_error(name, f"query's dtype ({query.dtype})", tensor.dtype, "cast it")
     if str(query.dtype).removeprefix("torch.") not in DTYPES:
-        raise argument_error("query", f"a dtype among {', '.join(DTYPES)}", query.dtype, "cast query, key and value")
+        raise argument_error(
+            "query", f"a dtype among {', '.join(DTYPES)}", query.dtype, "cast query, key and value"
+        )
     _check_shapes(args)
 
 
@@ -98,9 +104,13 @@ def _check_shapes(args: Arguments) -> None:
             "value", f"key's length ({key[length_at]})", value[length_at], "check that layout is right"
         )
     if value[heads_at] != key[heads_at]:
-        raise argument_error("value", f"as many heads as key ({key[heads_at]})", value[heads_at], "repeat heads first")
+        raise argument_error(
+            "value", f"as many heads as key ({key[heads_at]})", value[heads_at], "repeat heads first"
+        )
     if min(query[3], value[3]) == 0:
-        raise argument_error("query and value", "a head_dim of at least 1", f"{query[3]} and {value[3]}", "check them")
+        raise argument_error(
+            "query and value", "a head_dim of at least 1", f"{query[3]} and {value[3]}", "check them"
+        )
     heads_q, heads_kv = query[heads_at], key[heads_at]
     if heads_q == 0:
         raise argument_error("query", "at least one head", heads_q, "check that layout is right")
@@ -119,13 +129,19 @@ def _check_numbers(args: Arguments) -> None:
         if value is None and name == "scale":
             continue
         if isinstance(value, Tensor) or not isinstance(value, int | float):
-            raise argument_error(name, "a Python number", type(value).__name__, "pass value.item() or a constant")
+            raise argument_error(
+                name, "a Python number", type(value).__name__, "pass value.item() or a constant"
+            )
     if args.scale is not None and not math.isfinite(args.scale):
         raise argument_error("scale", "a finite number", args.scale, "pass None for head_dim_qk ** -0.5")
     if not 0.0 <= args.dropout_p < 1.0:
-        raise argument_error("dropout_p", "a probability in [0, 1)", args.dropout_p, "pass 0.0 to switch it off")
+        raise argument_error(
+            "dropout_p", "a probability in [0, 1)", args.dropout_p, "pass 0.0 to switch it off"
+        )
     if not (args.softcap >= 0.0 and math.isfinite(args.softcap)):
-        raise argument_error("softcap", "a finite number of at least 0", args.softcap, "pass 0.0 to switch it off")
+        raise argument_error(
+            "softcap", "a finite number of at least 0", args.softcap, "pass 0.0 to switch it off"
+        )
 
 
 def _check_causal(args: Arguments, extent: Extent) -> None:
@@ -142,7 +158,8 @@ def _check_causal(args: Arguments, extent: Extent) -> None:
     if uses_diagonal and args.causal_alignment is None and extent.seqlen_q != extent.seqlen_kv:
         raise argument_error(
             "causal_alignment",
-            '"top_left" (as scaled_dot_product_attention) or "bottom_right" (cached decoding) when seqlen_q != seqlen_kv',
+            '"top_left" (as scaled_dot_product_attention) or "bottom_right" (cached decoding) when '
+            "seqlen_q != seqlen_kv",
             f"None with seqlen_q = {extent.seqlen_q} and seqlen_kv = {extent.seqlen_kv}",
             "state it",
         )
@@ -152,7 +169,9 @@ def _check_window(window: object) -> None:
     sides = window if isinstance(window, tuple) and len(window) == 2 else (window,)
     if len(sides) != 2 or not all(side is None or (isinstance(side, int) and side >= 0) for side in sides):
         to_do = "pass (W - 1, 0) for a sliding window of W keys"
-        raise argument_error("window", "a tuple (left, right) of counts of at least 0 or None", repr(window), to_do)
+        raise argument_error(
+            "window", "a tuple (left, right) of counts of at least 0 or None", repr(window), to_do
+        )
 
 
 def _check_mask(args: Arguments, extent: Extent) -> None:
@@ -165,7 +184,10 @@ def _check_mask(args: Arguments, extent: Extent) -> None:
         return
     if not isinstance(mask, Tensor):
         raise argument_error(
-            "mask", "a bool tensor, a float tensor or a mask object", type(mask).__name__, "see attnroute.masks"
+            "mask",
+            "a bool tensor, a float tensor or a mask object",
+            type(mask).__name__,
+            "see attnroute.masks",
         )
     if mask.device != args.query.device:
         raise argument_error("mask", f"query's device ({args.query.device})", mask.device, "move it there")
@@ -179,7 +201,9 @@ def _check_mask_devices(mask: Mask, args: Arguments) -> None:
     for node in mask.nodes:
         tensor = getattr(node, "tensor", None)
         if tensor is not None and tensor.device != args.query.device:
-            raise argument_error("mask", f"query's device ({args.query.device})", tensor.device, "move it there")
+            raise argument_error(
+                "mask", f"query's device ({args.query.device})", tensor.device, "move it there"
+            )
 
 
 def _check_bias(name: str, bias: Tensor, args: Arguments, extent: Extent) -> None:
@@ -219,7 +243,7 @@ def refuse_layout_arguments(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             msg = (
-                f"{name} requires layout thd, which attention() does not take yet; got {type(value).__name__}; pass "
-                "masks.Documents(cu_seqlens=...) with a batch of 1."
+                f"{name} requires layout thd, which attention() does not take yet; got "
+                f"{type(value).__name__}; pass masks.Documents(cu_seqlens=...) with a batch of 1."
             )
             raise ArgumentError(msg)

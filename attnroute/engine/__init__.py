@@ -1,1 +1,1 @@
-"""The decision: pure functions from (call, host, tables, policy) to a `Decision`. No torch, no clock, no environment."""
+"""The decision: pure functions from (call, host, tables, policy) to a `Decision`."""

@@ -1,7 +1,9 @@
 """Classes of calls that only their lengths tell apart and that are decided alike.
 
-A decoding loop asks about a new key length at every step. Rules read a length only through a few conditions (`==1`, `>0`, `128
-divides it`), so two calls with the same answers to those and the same other fields get the same backend and repairs.
+A decoding loop asks about a new key length at every step. Rules read a length only through a few conditions
+(`==1`, `>0`, `128
+divides it`), so two calls with the same answers to those and the same other fields get the same backend and
+repairs.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from attnroute.call import Call, DocumentsNode
 from attnroute.engine.repairs import GRID_LIMIT
-from attnroute.facts import LENGTH_FACTS, Facts, empty_rows_of, facts_of
+from attnroute.facts import LENGTH_FACTS, empty_rows_of, facts_of
 from attnroute.masks.normalize import normalize, recognized
 from attnroute.tables import conditions
 from attnroute.tables.schema import AnyOf, Box

@@ -111,6 +111,6 @@ class Decision(_Part):
     def __str__(self) -> str:
         """Return the explanation."""
         # The import runs here because report renders decisions and so imports this module.
-        from attnroute.report.text import render_decision  # noqa: PLC0415
+        from attnroute.report.text import render_decision
 
         return render_decision(self)

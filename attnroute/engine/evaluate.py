@@ -77,7 +77,9 @@ def _versions_known(backend: str, info: BackendInfo, host: Host) -> Finding:
         for name, ranges in info.versions_known.items()
         if (version := version_of(name, host.versions)) is not None and not contains(ranges, name, version)
     ]
-    ranges = outside or [(n, r, version_of(n, host.versions) or "none") for n, r in info.versions_known.items()]
+    ranges = outside or [
+        (n, r, version_of(n, host.versions) or "none") for n, r in info.versions_known.items()
+    ]
     return Finding(
         rule=f"any/{backend}/versions-known",
         outcome="unknown" if outside else "pass",

@@ -45,7 +45,10 @@ def _call_changes(call: Call) -> Iterator[tuple[Hint, Call]]:
     if call.dropout_p > 0:
         yield Hint(kind="dropout", change="dropout_p = 0", selects=""), call.with_(dropout_p=0.0)
     if call.deterministic:
-        yield Hint(kind="deterministic", change="deterministic = false", selects=""), call.with_(deterministic=False)
+        yield (
+            Hint(kind="deterministic", change="deterministic = false", selects=""),
+            call.with_(deterministic=False),
+        )
     padded = -(-call.seqlen_kv // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
     if padded != call.seqlen_kv and call.seqlen_q == call.seqlen_kv and not _has_tensor(call):
         hint = Hint(kind="pad_seqlen", change=f"seqlen = {padded}", selects="")

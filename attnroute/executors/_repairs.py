@@ -89,9 +89,13 @@ def _prepare_qkv(inputs: Inputs, repairs: frozenset[str]) -> None:
         inputs.key = _expand(inputs.key, group)
         inputs.value = _expand(inputs.value, group)
     if "pad_head_dim" in repairs:
-        inputs.query, inputs.key, inputs.value = (_padded(t) for t in (inputs.query, inputs.key, inputs.value))
+        inputs.query, inputs.key, inputs.value = (
+            _padded(t) for t in (inputs.query, inputs.key, inputs.value)
+        )
     if "contiguous" in repairs:
-        inputs.query, inputs.key, inputs.value = (_packed(t) for t in (inputs.query, inputs.key, inputs.value))
+        inputs.query, inputs.key, inputs.value = (
+            _packed(t) for t in (inputs.query, inputs.key, inputs.value)
+        )
 
 
 def _expand(tensor: Tensor, group: int) -> Tensor:

@@ -1,6 +1,7 @@
 """EFFICIENT: torch's memory-efficient (CUTLASS) attention operator.
 
-Its log-sum-exp is padded to a multiple of 32 rows and says 0 for rows with no key; bottom-right causal goes through the
+Its log-sum-exp is padded to a multiple of 32 rows and says 0 for rows with no key; bottom-right causal goes
+through the
 lower operator (seen on an H100 with torch 2.11, benchmarks/results/h100-torch2.11-kernel-facts.json).
 """
 

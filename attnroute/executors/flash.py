@@ -1,8 +1,9 @@
 """FLASH: torch's built-in FlashAttention-2 on CUDA, and torch's flash kernel on the CPU.
 
-Seen on an H100 with torch 2.11 (benchmarks/results/h100-torch2.11-kernel-facts.json): the CUDA kernel aligns causal
-masks at the bottom right, takes windows and ragged batches, gives zeros for rows with no key and says +inf for
-their log-sum-exp.
+Seen on an H100 with torch 2.11 (benchmarks/results/h100-torch2.11-kernel-facts.json): the CUDA kernel aligns
+causal
+masks at the bottom right, takes windows and ragged batches, gives zeros for rows with no key and says +inf
+for their log-sum-exp.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Mask(ABC):
             Shape (batch or 1, num_heads_q or 1, seqlen_q, seqlen_kv).
         """
         # Importing torch here keeps mask objects usable where torch is not installed.
-        from attnroute.masks.tensors import materialize  # noqa: PLC0415
+        from attnroute.masks.tensors import materialize
 
         extent = Extent(batch, num_heads_q, seqlen_q, seqlen_kv, device)
         self.check(extent)
@@ -142,8 +142,8 @@ class Causal(Mask):
     """Query i may attend key j only if j <= i + offset.
 
     Args:
-        alignment: "top_left" (offset 0, as scaled_dot_product_attention) or "bottom_right" (offset seqlen_kv -
-            seqlen_q, as flash-attn; what cached decoding means).
+        alignment: "top_left" (offset 0, as scaled_dot_product_attention) or "bottom_right" (offset seqlen_kv
+            - seqlen_q, as flash-attn; what cached decoding means).
     """
 
     alignment: Alignment = "top_left"
@@ -180,7 +180,10 @@ class Window(Mask):
         """Check the counts and the alignment."""
         for name, value in (("left", self.left), ("right", self.right)):
             if value is not None and not (isinstance(value, int) and value >= 0):
-                required, to_do = "a count of at least 0, or None for no limit", "pass None to leave that side open"
+                required, to_do = (
+                    "a count of at least 0, or None for no limit",
+                    "pass None to leave that side open",
+                )
                 raise argument_error(f"Window {name}", required, repr(value), to_do)
         checks.alignment(self.alignment)
 
@@ -201,7 +204,8 @@ class Documents(Mask):
     """Packed documents: a query attends only keys of its own document.
 
     Args:
-        lengths: Document lengths as Python ints, the same in every batch row; they sum to the sequence length.
+        lengths: Document lengths as Python ints, the same in every batch row; they sum to the sequence
+            length.
         ids: Integer tensor (seqlen,) or (batch, seqlen): equal ids are one document.
         cu_seqlens: Integer tensor (documents + 1,), prefix sums starting with 0 and ending with the
             sequence length.
@@ -246,7 +250,7 @@ class Documents(Mask):
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add one id per token, and the bounds where they are known."""
-        from attnroute.masks.tensors import cu_seqlens, document_ids  # noqa: PLC0415
+        from attnroute.masks.tensors import cu_seqlens, document_ids
 
         ids = document_ids(self, extent)
         bounds = None
@@ -267,7 +271,8 @@ class KeyPadding(Mask):
     """Per batch row, only some keys exist.
 
     Args:
-        lengths: Keys that exist, counted from the start (padding on the right): ints or an integer tensor (batch,).
+        lengths: Keys that exist, counted from the start (padding on the right): ints or an integer tensor
+            (batch,).
         left: Padding keys at the start (padding on the left): ints or an integer tensor (batch,).
         keep: Bool tensor (batch, seqlen_kv), True where the key exists.
     """
@@ -318,7 +323,7 @@ class KeyPadding(Mask):
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add which keys exist."""
-        from attnroute.masks.tensors import key_keep  # noqa: PLC0415
+        from attnroute.masks.tensors import key_keep
 
         keep = key_keep(self, extent)
         return replace(into, key_keep=keep if into.key_keep is None else into.key_keep & keep)
@@ -341,25 +346,25 @@ class Dense(Mask):
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the dense node without looking into the tensor."""
-        from attnroute.masks.tensors import dense_node  # noqa: PLC0415
+        from attnroute.masks.tensors import dense_node
 
         return (dense_node(self.tensor, extent, look=False),)
 
     def key(self) -> object:
         """Return what the description depends on."""
-        from attnroute.masks.tensors import tensor_key  # noqa: PLC0415
+        from attnroute.masks.tensors import tensor_key
 
         return ("dense", *tensor_key(self.tensor))
 
     def check(self, extent: Extent) -> None:
         """The tensor must be bool and broadcast."""
-        from attnroute.masks.tensors import check_dense  # noqa: PLC0415
+        from attnroute.masks.tensors import check_dense
 
         check_dense("mask", self.tensor, extent)
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add the tensor."""
-        from attnroute.masks.tensors import as_4d  # noqa: PLC0415
+        from attnroute.masks.tensors import as_4d
 
         dense = as_4d(self.tensor)
         return replace(into, dense=dense if into.dense is None else into.dense & dense)

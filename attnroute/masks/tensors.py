@@ -70,7 +70,8 @@ def _same_document(lowered: LoweredMask) -> Tensor | None:
 def additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return mask and bias as one additive tensor, 0 or the bias where allowed and -inf elsewhere.
 
-    The storage is padded so that every row starts at a multiple of `ALIGN` elements. Differentiable in `bias`.
+    The storage is padded so that every row starts at a multiple of `ALIGN` elements. Differentiable in
+    `bias`.
     """
     if allowed is None:
         if bias is None:
@@ -89,14 +90,16 @@ def additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) ->
 
 
 def _is_followed(allowed: Tensor, bias: Tensor | None) -> bool:
-    """Return whether each step must be seen: by a gradient, by forward-mode duals or by a functorch transform."""
-    if bias is not None and ((bias.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0):
+    """Return whether a gradient, forward-mode duals or a functorch transform must see each step."""
+    if bias is not None and (
+        (bias.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
+    ):
         return True
     return any(is_wrapped(t) for t in (allowed, bias) if t is not None)
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Return whether a functorch transform holds this tensor, which then has no memory of its own to ask about."""
+    """Return whether a functorch transform holds this tensor, which then has no memory of its own."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))  # type: ignore[attr-defined]
 
 
@@ -118,7 +121,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether every stride but the last is a multiple of `ALIGN` elements, and the start of 16 bytes."""
+    """Return whether rows, heads and batches start at multiples of `ALIGN` elements, and all at 16 bytes."""
     if is_wrapped(tensor):
         return True
     strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
@@ -134,7 +137,8 @@ def check_dense(name: str, tensor: Tensor, extent: Extent) -> None:
     """Raise unless the tensor broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv) in one way only.
 
     Raises:
-        ArgumentError: It is 3-D (batch or heads first?), has more than four dimensions, or does not broadcast.
+        ArgumentError: It is 3-D (batch or heads first?), has more than four dimensions, or does not
+            broadcast.
     """
     full = (extent.batch, extent.num_heads_q, extent.seqlen_q, extent.seqlen_kv)
     shape = tuple(tensor.shape)
@@ -191,7 +195,9 @@ def key_keep(node: KeyPadding, extent: Extent) -> Tensor:
         if node.keep is not None:
             return node.keep.to(device=extent.device, dtype=torch.bool)
         tokens = torch.arange(extent.seqlen_kv, device=extent.device)[None]
-        counts = torch.as_tensor(node.lengths if node.left is None else node.left, device=extent.device)[:, None]
+        counts = torch.as_tensor(node.lengths if node.left is None else node.left, device=extent.device)[
+            :, None
+        ]
         return tokens < counts if node.left is None else tokens >= counts
 
     return remember(node, ("key_keep", extent.seqlen_kv, extent.device), make)
@@ -225,7 +231,7 @@ class Seen:
 
 
 def look_into(tensor: Tensor, extent: Extent) -> Seen | None:
-    """Look into a dense bool mask once per tensor and version; None where a look is not allowed or not worth it.
+    """Look into a dense bool mask once per tensor and version; None where a look is not allowed or worth it.
 
     A look reads the whole mask on its device and waits for the answer.
     """
@@ -292,7 +298,7 @@ def may_remember(owner: object) -> bool:
 
 
 def remember(owner: object, what: object, make: Callable[[], _T]) -> _T:
-    """Return what was made for an owner before, or make it; it is dropped with the owner or when that changes.
+    """Return what was made for an owner before, or make it; it goes with the owner or when that changes.
 
     The owner is a tensor or a mask object; an object changes when a tensor in it does.
     """

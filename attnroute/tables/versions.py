@@ -1,6 +1,7 @@
 """Version ranges with the traps of this field handled once.
 
-Nightlies (`2.14.0a0`, `2.15.0.dev20260922`) compare by their base version; `2.8.3.post1` counts as 2.8.3; local
+Nightlies (`2.14.0a0`, `2.15.0.dev20260922`) compare by their base version; `2.8.3.post1` counts as 2.8.3;
+local
 parts (`+cu130`) are ignored; cuDNN's fourth number is a build and is dropped; flash-attn-4 has published only
 betas, so its pre-releases compare as they are.
 """

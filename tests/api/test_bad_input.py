@@ -67,7 +67,7 @@ TENSORS = {
     "complex numbers": ((QUERY.cfloat(),) * 3, "query requires a dtype among .*; got torch.complex64; cast"),
     "3-D query": (
         (QUERY[0], KEY, KEY),
-        r"query requires 4 dimensions \(batch, num_heads, seqlen, head_dim\); got shape \(4, 6, 8\); add the missing",
+        r"query requires 4 dimensions \(batch, num_heads, seqlen, head_dim\); got shape \(4, 6, 8\); add",
     ),
     "5-D key": ((QUERY, KEY[None], KEY), r"key requires 4 dimensions .*; got shape \(1, 2, 2, 6, 8\); add"),
     "0-D value": ((QUERY, KEY, KEY.sum()), r"value requires 4 dimensions .*; got shape \(\); add"),
@@ -135,8 +135,10 @@ ARGUMENTS = {
     ),
     "a 3-D mask": (
         {"mask": normal(2, 6, 6).bool()},
-        rf"mask requires a shape that {BROADCAST}, with 1, 2 or 4 dimensions; got 3-D shape \(2, 6, 6\); "
-        r"say whether the first dimension is batch \(mask\[:, None\]\) or heads \(mask\[None\]\).",
+        (
+            rf"mask requires a shape that {BROADCAST}, with 1, 2 or 4 dimensions; got 3-D shape \(2, 6, 6\); "
+            r"say whether the first dimension is batch \(mask\[:, None\]\) or heads \(mask\[None\]\)."
+        ),
     ),
     "a 5-D mask": ({"mask": normal(1, 1, 1, 6, 6).bool()}, "mask requires a shape that"),
     "a mask on another device": (
@@ -191,14 +193,17 @@ ARGUMENTS = {
         {"bias": normal(3, 1, 6, 6)},
         rf"bias requires a shape that {BROADCAST}",
     ),
-    "a 3-D bias": ({"bias": normal(4, 6, 6)}, r"bias requires a shape .*; got 3-D shape .*\(bias\[:, None\]\) or"),
+    "a 3-D bias": (
+        {"bias": normal(4, 6, 6)},
+        r"bias requires a shape .*; got 3-D shape .*\(bias\[:, None\]\) or",
+    ),
     "a bias on another device": (
         {"bias": normal(6, 6, device="meta")},
         r"bias requires query's device \(cpu\); got meta",
     ),
     "a sink of wrong shape": (
         {"sink": normal(2)},
-        r"sink requires a floating-point tensor of shape \(4,\) on cpu; got torch.float32 \(2,\) on cpu; pass one",
+        r"sink requires a floating-point tensor of shape \(4,\) on cpu; got torch.float32 \(2,\) on cpu",
     ),
     "a sink that is a number": (
         {"sink": 0.0},
@@ -210,7 +215,7 @@ ARGUMENTS = {
     ),
     "slopes of wrong shape": (
         {"alibi_slopes": normal(4, 2)},
-        r"alibi_slopes requires a floating-point tensor of shape \(4,\) or \(2, 4\) on cpu; got torch.float32 \(4, 2\)",
+        r"alibi_slopes requires a floating-point tensor of shape \(4,\) or \(2, 4\) on cpu; got .* \(4, 2\)",
     ),
     "slopes on another device": (
         {"alibi_slopes": normal(4, device="meta")},
@@ -218,11 +223,11 @@ ARGUMENTS = {
     ),
     "slopes beside a bias": (
         {"alibi_slopes": normal(4), "bias": normal(6, 6)},
-        "alibi_slopes requires no bias and no float mask beside it; got both; add the ALiBi term to the bias yourself.",
+        "alibi_slopes requires no bias and no float mask beside it; got both; add the ALiBi term",
     ),
     "slopes beside a float mask": (
         {"alibi_slopes": normal(4), "mask": normal(6, 6)},
-        "alibi_slopes requires no bias and no float mask beside it; got both; add the ALiBi term to the bias yourself.",
+        "alibi_slopes requires no bias and no float mask beside it; got both; add the ALiBi term",
     ),
     "negative dropout": (
         {"dropout_p": -0.1},
@@ -265,7 +270,7 @@ ARGUMENTS = {
     "softcap of None": ({"softcap": None}, "softcap requires a Python number; got NoneType; pass"),
     "a negative window": (
         {"window": (-1, 0)},
-        r"window requires a tuple \(left, right\) of counts of at least 0 or None; got \(-1, 0\); pass \(W - 1, 0\)",
+        r"window requires a tuple \(left, right\) of counts of at least 0 or None; got \(-1, 0\); pass \(W",
     ),
     "a window of one number": (
         {"window": 4},
@@ -276,7 +281,7 @@ ARGUMENTS = {
     "a window of halves": ({"window": (2.5, 0)}, r"window requires a tuple .*; got \(2.5, 0\); pass"),
     "layout thd": (
         {"layout": "thd"},
-        r"layout requires one of bhsd, bshd; got 'thd'; pass documents as masks.Documents\(cu_seqlens=...\) instead.",
+        r"layout requires one of bhsd, bshd; got 'thd'; pass documents as masks.Documents",
     ),
     "a nonsense layout": ({"layout": "sbhd"}, "layout requires one of bhsd, bshd; got 'sbhd'; pick one."),
     "a layout that is no word": (
@@ -300,7 +305,8 @@ ARGUMENTS = {
     },
 }
 ALIGNMENT = (
-    r'causal_alignment requires "top_left" \(as scaled_dot_product_attention\) or "bottom_right" \(cached decoding\) when '
+    r'causal_alignment requires "top_left" \(as scaled_dot_product_attention\) or "bottom_right" '
+    r"\(cached decoding\) when "
     r"seqlen_q != seqlen_kv; got None with seqlen_q = 6 and seqlen_kv = 9; state it\."
 )
 CASES = {

@@ -1,4 +1,4 @@
-"""Edges of a call: nothing to attend to, strange scales, transforms, checkpoints, dropout, what surrounds a call."""
+"""Edges: nothing to attend to, strange scales, transforms, checkpoints, dropout, what surrounds a call."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CAUSAL = [
 
 
 @pytest.mark.parametrize("causal", CAUSAL, ids=["plain", "top_left", "bottom_right", "window"])
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: " ".join(sizes))
+@pytest.mark.parametrize("sizes", SIZES, ids=" ".join)
 @pytest.mark.parametrize("backend", [None, *CPU_BACKENDS])
 def test_empty_sizes_give_zeros_and_zero_gradients(backend, sizes, causal):
     inputs = [t.requires_grad_() for t in normal(**sizes)]
@@ -69,7 +69,7 @@ def test_empty_sizes_give_zeros_and_zero_gradients(backend, sizes, causal):
         assert not gradient.any()
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: " ".join(sizes))
+@pytest.mark.parametrize("sizes", SIZES, ids=" ".join)
 def test_the_log_sum_exp_of_nothing_is_minus_infinity(sizes):
     inputs = normal(**sizes)
     _, lse = attnroute.attention(*inputs, return_lse=True)
@@ -169,7 +169,7 @@ def _allowed(causal):
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("backend", [None, *CPU_BACKENDS])
 def test_a_strange_scale_beside_a_diagonal_of_one(backend, alignment, scale, sizes):
-    """Where a diagonal rules nothing out there is no mask to prepare, whatever row of a table asks for one."""
+    """Where a diagonal rules nothing out there is no mask to prepare, whatever a table asks for."""
     inputs = normal(seqlen_q=sizes[0], seqlen_kv=sizes[1])
     out = attnroute.attention(
         *inputs, is_causal=True, causal_alignment=alignment, scale=scale, backend=backend
@@ -177,6 +177,33 @@ def test_a_strange_scale_beside_a_diagonal_of_one(backend, alignment, scale, siz
     offset = sizes[1] - sizes[0] if alignment == "bottom_right" else 0
     allowed = torch.ones(sizes, dtype=torch.bool).tril(offset)
     close(out, attend(*inputs, allowed=allowed, scale=scale)[0])
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_scores_far_below_zero_are_as_good_as_others(backend):
+    query, key, value = normal(heads_kv=4, seqlen_kv=6)
+    query, key = torch.zeros_like(query), torch.zeros_like(key)
+    query[..., 0], key[..., 0] = 1.0, -480.0 + torch.arange(6.0)
+    inputs = [t.requires_grad_() for t in (query, key, value)]
+    out, (want, _) = attnroute.attention(*inputs, scale=1.0, backend=backend), attend(*inputs, scale=1.0)
+    close(out, want)
+    for got, wanted in zip(gradients(out, inputs), gradients(want, inputs), strict=True):
+        assert torch.isfinite(got).all()
+        close(got, wanted, floor=500.0)
+
+
+def test_softcap_sink_and_slopes_together():
+    inputs = [t.requires_grad_() for t in (*normal(seqlen_kv=6), torch.randn(4))]
+    slopes = torch.rand(4)
+    features = {"softcap": 5.0, "alibi_slopes": slopes}
+    with Spy() as spy:
+        out = attnroute.attention(*inputs[:3], is_causal=True, sink=inputs[3], **features)
+    assert spy.backends == {"chunked"}
+    allowed = torch.ones(6, 6, dtype=torch.bool).tril()
+    want, _ = attend(*inputs[:3], allowed=allowed, sink=inputs[3], **features)
+    close(out, want)
+    for got, wanted in zip(gradients(out, inputs), gradients(want, inputs), strict=True):
+        close(got, wanted, floor=1.0)
 
 
 # Masks beside masks.
@@ -209,11 +236,16 @@ def test_a_float_mask_is_a_bias_and_both_add_up():
     as_mask = attnroute.attention(query, key, value, one)
     assert torch.equal(as_mask, attnroute.attention(query, key, value, bias=one))
     close(as_mask, attend(query, key, value, bias=one)[0])
-    close(attnroute.attention(query, key, value, one, bias=other), attend(query, key, value, bias=one + other)[0])
+    close(
+        attnroute.attention(query, key, value, one, bias=other),
+        attend(query, key, value, bias=one + other)[0],
+    )
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("shape", [(), (1,), (9,), (6, 1), (1, 9), (2, 1, 1, 1), (1, 4, 6, 1), (2, 4, 6, 9)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (9,), (6, 1), (1, 9), (2, 1, 1, 1), (1, 4, 6, 1), (2, 4, 6, 9)], ids=str
+)
 @pytest.mark.parametrize("kind", ["mask", "bias"])
 def test_masks_and_biases_of_every_shape_that_broadcasts(kind, shape, backend):
     query, key, value = normal()
@@ -261,8 +293,12 @@ def test_the_log_sum_exp_has_heads_first_in_either_layout(backend):
 def test_shared_heads_equal_repeated_heads(backend, heads_kv):
     query, key, value = normal(heads_kv=heads_kv)
     repeated = [t.repeat_interleave(4 // heads_kv, 1) for t in (key, value)]
-    shared = attnroute.attention(query, key, value, is_causal=True, causal_alignment="bottom_right", backend=backend)
-    apart = attnroute.attention(query, *repeated, is_causal=True, causal_alignment="bottom_right", backend=backend)
+    shared = attnroute.attention(
+        query, key, value, is_causal=True, causal_alignment="bottom_right", backend=backend
+    )
+    apart = attnroute.attention(
+        query, *repeated, is_causal=True, causal_alignment="bottom_right", backend=backend
+    )
     close(shared, apart.double())
 
 
@@ -325,6 +361,15 @@ def test_a_mask_first_used_in_inference_mode_can_be_trained_with_later(backend):
         close(got, wanted, floor=1.0)
 
 
+def test_masks_made_in_inference_mode_are_right_although_nobody_looks_into_them():
+    with torch.inference_mode():
+        query, key, value = normal(seqlen_q=300, seqlen_kv=300)
+        mask = torch.ones(300, 300, dtype=torch.bool).tril()
+        for _ in range(2):
+            out = attnroute.attention(query, key, value, mask)
+            close(out, attend(query, key, value, allowed=mask)[0])
+
+
 @pytest.fixture
 def deterministic():
     torch.use_deterministic_algorithms(mode=True)
@@ -356,17 +401,20 @@ def test_activation_checkpointing_gives_equal_gradients(reentrant, backend):
         assert torch.equal(got, want)
 
 
-def test_activation_checkpointing_repeats_dropout():
-    inputs = [t.requires_grad_() for t in normal()]
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("head_dim_v", [8, 4])
+def test_activation_checkpointing_repeats_dropout(reentrant, head_dim_v):
+    query, key, value = normal()
+    inputs = [t.requires_grad_() for t in (query, key, value[..., :head_dim_v].clone())]
 
     def run(*tensors):
         return attnroute.attention(*tensors, dropout_p=0.5)
 
     torch.manual_seed(3)
-    plain = run(*inputs)
-    want = _backward(plain, inputs)
+    want = _backward(run(*inputs), inputs)
     torch.manual_seed(3)
-    for got, wanted in zip(_backward(checkpoint(run, *inputs, use_reentrant=False), inputs), want, strict=True):
+    again = _backward(checkpoint(run, *inputs, use_reentrant=reentrant), inputs)
+    for got, wanted in zip(again, want, strict=True):
         assert torch.equal(got, wanted)
 
 
@@ -393,7 +441,9 @@ def test_a_compiled_function_gives_the_right_answer():
     for _ in range(2):
         close(compiled(query, key, value), attend(query * 2, key, value, allowed=allowed)[0] + 1)
     plain = torch.compile(attnroute.attention, backend="eager")
-    close(plain(query, key, value), attend(query, key, value)[0])
+    for length in (8, 9, 10):
+        query, key, value = normal(seqlen_q=length, seqlen_kv=length)
+        close(plain(query, key, value), attend(query, key, value)[0])
     torch._dynamo.reset()
 
 
@@ -404,7 +454,10 @@ by_decomposition = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarn
 
 
 def doubles(**sizes):
-    return normal(**{"seqlen_q": 3, "seqlen_kv": 4, "heads": 2, "heads_kv": 1, "head_dim": 4, **sizes}, dtype=torch.float64)
+    return normal(
+        **{"seqlen_q": 3, "seqlen_kv": 4, "heads": 2, "heads_kv": 1, "head_dim": 4, **sizes},
+        dtype=torch.float64,
+    )
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (1, 0, 0)], ids=str)
@@ -426,7 +479,11 @@ def test_vmap_over_a_mask_or_bias(kind, beside):
     query, key, value = normal()
     batched = torch.randn(3, 2, 1, 6, 9)
     batched = batched > -0.5 if kind == "mask" else batched
-    other = {} if beside in (None, kind) else {beside: torch.randn(6, 9) if beside == "bias" else torch.ones(9).bool()}
+    other = (
+        {}
+        if beside in (None, kind)
+        else {beside: torch.randn(6, 9) if beside == "bias" else torch.ones(9).bool()}
+    )
 
     def run(extra):
         return attnroute.attention(query, key, value, **{kind: extra}, **other)
@@ -471,7 +528,7 @@ def test_gradients_per_sample():
 def test_jvp_and_dual_numbers():
     primals, tangents = doubles(), doubles()
     want_out, want = torch.func.jvp(lambda *t: attend(*t)[0], primals, tangents)
-    out, tangent = torch.func.jvp(lambda *t: attnroute.attention(*t), primals, tangents)
+    out, tangent = torch.func.jvp(attnroute.attention, primals, tangents)
     close(out, want_out, dtype=torch.float64)
     close(tangent, want, dtype=torch.float64)
     with forward_ad.dual_level():
@@ -523,6 +580,14 @@ def test_gradients_of_gradients(how, kind):
 
     assert torch.autograd.gradcheck(run, trained)
     assert torch.autograd.gradgradcheck(run, trained)
+
+
+def test_what_only_the_slow_tier_can_do_is_refused_where_that_is_not_allowed():
+    with (
+        attnroute.override(double_backward=True, strict=True),
+        pytest.raises(attnroute.NoBackendError, match="strict"),
+    ):
+        attnroute.attention(*normal())
 
 
 def test_a_second_derivative_that_nobody_announced_is_an_error_and_never_a_wrong_number():

@@ -88,7 +88,11 @@ def _reading(outer, inner):
     open_to = CPU_BACKENDS if allow is None else allow
     able = [b for b in open_to if b not in banned and not (strict and b == "math")]
     if required is not None:
-        return required if required in CPU_BACKENDS and required not in banned and not (strict and required == "math") else None
+        return (
+            required
+            if required in CPU_BACKENDS and required not in banned and not (strict and required == "math")
+            else None
+        )
     wished = [b for b in (*prefer, *(allow or ())) if b in able]
     return next(iter([*wished, *able]), None)
 
@@ -198,7 +202,7 @@ def test_tasks_run_what_they_ask_for():
         seen = []
         with attnroute.override(backend=backend):
             for _ in range(3):
-                seen.append(what_ran())  # noqa: PERF401
+                seen.append(what_ran())
                 await asyncio.sleep(0)
         return seen
 

@@ -118,7 +118,10 @@ OTHER = {
     "bias": (tensors, {"bias": torch.zeros(6, 6)}),
     "bias of another shape": (tensors, {"bias": torch.zeros(6)}),
     "bias beside a required backend": (tensors, {"bias": torch.zeros(6, 6), "backend": "chunked"}),
-    "bias of another dtype": (tensors, {"bias": torch.zeros(6, 6, dtype=torch.float64), "backend": "chunked"}),
+    "bias of another dtype": (
+        tensors,
+        {"bias": torch.zeros(6, 6, dtype=torch.float64), "backend": "chunked"},
+    ),
     "trained bias": (tensors, {"bias": torch.zeros(6, 6).requires_grad_()}),
     "float mask": (tensors, {"mask": torch.zeros(6, 6)}),
 }
@@ -136,7 +139,13 @@ def test_everything_that_a_decision_may_depend_on_has_a_route_of_its_own(made):
 
 def test_what_override_says_has_a_route_of_its_own(made):
     attnroute.attention(*tensors())
-    for wish in ({"backend": "math"}, {"prefer": "chunked"}, {"ban": "flash"}, {"strict": True}, {"double_backward": True}):
+    for wish in (
+        {"backend": "math"},
+        {"prefer": "chunked"},
+        {"ban": "flash"},
+        {"strict": True},
+        {"double_backward": True},
+    ):
         for _ in range(2):
             with attnroute.override(**wish):
                 attnroute.attention(*tensors())
@@ -209,7 +218,12 @@ def test_a_mask_that_says_nothing_is_not_one_that_does():
 def test_a_dense_mask_changed_in_place_is_read_again():
     query, key, value = tensors()
     dense = torch.ones(6, 6, dtype=torch.bool)
-    for wrap in (lambda mask: mask, lambda mask, kept=masks.Dense(dense): kept, lambda mask: masks.Dense(mask)):
+    kept = masks.Dense(dense)
+    for wrap in (
+        lambda mask: mask,
+        lambda _: kept,
+        masks.Dense,
+    ):
         for hidden in (0, 3, 5):
             dense.fill_(value=True)
             dense[:, hidden] = False
@@ -256,7 +270,11 @@ def small_calls(draw):
         "left": (masks.KeyPadding(left=counts), ~keys),
         "bias": (torch.zeros(seqlen_q, seqlen_kv).masked_fill(~ends, -torch.inf), ends),
     }
-    return (batch, seqlen_q, seqlen_kv), *forms[kind], draw(st.sampled_from([{}, {"scale": -1.0}, {"layout": "bshd"}]))
+    return (
+        (batch, seqlen_q, seqlen_kv),
+        *forms[kind],
+        draw(st.sampled_from([{}, {"scale": -1.0}, {"layout": "bshd"}])),
+    )
 
 
 @given(st.lists(small_calls(), min_size=3, max_size=6))

@@ -46,12 +46,16 @@ def test_equal_classes_have_equal_outcomes(call, host, seqlen_q, seqlen_kv, squa
 
 
 @pytest.mark.parametrize("phase", ["inference", "training"])
-@pytest.mark.parametrize("mask", [[], [{"kind": "causal", "alignment": "bottom_right"}], [{"kind": "key_padding"}]])
+@pytest.mark.parametrize(
+    "mask", [[], [{"kind": "causal", "alignment": "bottom_right"}], [{"kind": "key_padding"}]]
+)
 @pytest.mark.parametrize("seqlen_q", [1, 7, 130])
 def test_every_length_agrees_with_its_class(phase, mask, seqlen_q):
     known = {}
     for seqlen_kv in [1, 2, 3, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 704, 1088, 4096]:
-        call = Call.model_validate({**DECODE, "phase": phase, "mask": mask, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv})
+        call = Call.model_validate(
+            {**DECODE, "phase": phase, "mask": mask, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
+        )
         where = class_of(call, "sm_90", load())
         found = outcome(call, H100)
         assert known.setdefault(where, found) == found
@@ -60,7 +64,9 @@ def test_every_length_agrees_with_its_class(phase, mask, seqlen_q):
 
 def test_a_length_that_a_rule_asks_about_is_another_class():
     training = {**DECODE, "phase": "training", "seqlen_q": 200}
-    classes = [class_of(Call.model_validate({**training, "seqlen_kv": n}), "sm_90", load()) for n in (191, 192, 193)]
+    classes = [
+        class_of(Call.model_validate({**training, "seqlen_kv": n}), "sm_90", load()) for n in (191, 192, 193)
+    ]
     assert classes[0] == classes[2] != classes[1]
 
 

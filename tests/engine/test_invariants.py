@@ -55,7 +55,8 @@ def statuses(decision):
 def judged(decision):
     """Everything but the order in which findings are listed."""
     return {
-        v.backend: (v.status, v.repairs, v.extra_bytes, v.missing, frozenset(v.findings)) for v in decision.verdicts
+        v.backend: (v.status, v.repairs, v.extra_bytes, v.missing, frozenset(v.findings))
+        for v in decision.verdicts
     }
 
 
@@ -90,7 +91,11 @@ def test_every_finding_says_both_sides(call, host, policy):
             assert finding.requires
             if finding.outcome in ("fail", "unknown"):
                 assert finding.got
-            assert finding.repaired_by is None or finding.repaired_by in verdict.repairs or verdict.status == "rejected"
+            assert (
+                finding.repaired_by is None
+                or finding.repaired_by in verdict.repairs
+                or verdict.status == "rejected"
+            )
         assert len({finding.rule for finding in verdict.findings}) == len(verdict.findings)
 
 
@@ -110,7 +115,10 @@ def test_wishes_hold(call, host, policy):
 
 @given(calls(), hosts(), policies())
 def test_what_policy_keeps_out_is_said_and_changes_no_verdict(call, host, policy):
-    free, bound = decide(call, host, policy=Policy(transform=policy.transform)), decide(call, host, policy=policy)
+    free, bound = (
+        decide(call, host, policy=Policy(transform=policy.transform)),
+        decide(call, host, policy=policy),
+    )
     assert judged(free) == judged(bound)
     for verdict in bound.verdicts:
         if verdict.backend in policy.ban:
@@ -185,7 +193,9 @@ def added_rows(draw):
     """Draw a row about anything, without a repair."""
 
     def box():
-        number = st.tuples(st.sampled_from([">=", "<=", "==", "!=", "%"]), st.sampled_from([1, 2, 8, 64, 128, 256]))
+        number = st.tuples(
+            st.sampled_from([">=", "<=", "==", "!=", "%"]), st.sampled_from([1, 2, 8, 64, 128, 256])
+        )
         words = st.sampled_from(sorted(WORDS)).flatmap(
             lambda f: st.tuples(st.just(f), st.lists(st.sampled_from(WORDS[f]), min_size=1, unique=True))
         )
@@ -195,7 +205,9 @@ def added_rows(draw):
     return Rule(
         name="added",
         kind=draw(st.sampled_from(["limit", "limit", "slow"])),
-        versions=draw(st.sampled_from([{}, {"torch": ">=2.9"}, {"cudnn": "<9.19"}, {"flash-attn-4": ">=4.0.0b1"}])),
+        versions=draw(
+            st.sampled_from([{}, {"torch": ">=2.9"}, {"cudnn": "<9.19"}, {"flash-attn-4": ">=4.0.0b1"}])
+        ),
         phase=draw(st.sampled_from([None, "training", "inference"])),
         when=draw(box()),
         requires=draw(st.just("never") | box()),
@@ -216,13 +228,17 @@ def test_one_more_row_makes_nothing_more_acceptable(call, host, rule):
     before, after = statuses(decide(call, host, load())), statuses(decide(call, host, Changed(more)))
     for backend in BACKENDS:
         # A fault that may be there is worse than none, but no better than a limit that is.
-        assert rank[after[backend]] >= rank[before[backend]] or {before[backend], after[backend]} == {"eligible"}
+        assert rank[after[backend]] >= rank[before[backend]] or {before[backend], after[backend]} == {
+            "eligible"
+        }
 
 
 @given(calls(), hosts(), st.data())
 def test_what_nobody_stated_makes_nothing_more_acceptable(call, host, data):
     """Leaving out a version, or whether the inputs train, never makes a rejected backend eligible."""
-    known = call if call.qkv_requires_grad is not None else call.with_(qkv_requires_grad=data.draw(st.booleans()))
+    known = (
+        call if call.qkv_requires_grad is not None else call.with_(qkv_requires_grad=data.draw(st.booleans()))
+    )
     lost = data.draw(st.sampled_from([None, *sorted(host.versions)]))
     silent_host = host if lost is None else host.with_versions({lost: None})
     # The CUDA version may still be read off torch's own, and then it was not left out.
@@ -263,7 +279,9 @@ def test_a_guard_of_an_unknown_version_blocks_only_what_its_requirement_would_st
             because="of this test",
             evidence=[Evidence(kind="own", ref="this test")],
         )
-        return [*rows, RuleRow(f"any/{backend}/added", wide, shipped_folder())] if backend == "flash" else rows
+        return (
+            [*rows, RuleRow(f"any/{backend}/added", wide, shipped_folder())] if backend == "flash" else rows
+        )
 
     wide, narrow = PREFILL, PREFILL.with_(head_dim_qk=64, head_dim_v=64)
     assert decide(wide, H100, Changed(more)).verdict("flash").status == "unknown"
@@ -276,7 +294,9 @@ def test_tables_are_plain_enough_to_be_changed_here():
 
 
 def test_a_banned_backend_says_who_banned_it():
-    policy = Policy(require="flash", ban=("flash",), origin={"ban": "ATTNROUTE_BACKENDS=-flash", "require": "the call"})
+    policy = Policy(
+        require="flash", ban=("flash",), origin={"ban": "ATTNROUTE_BACKENDS=-flash", "require": "the call"}
+    )
     decision = decide(PREFILL, H100, policy=policy)
     assert decision.selected is None
     assert decision.verdict("flash").excluded.origin == "ATTNROUTE_BACKENDS=-flash"
@@ -284,7 +304,10 @@ def test_a_banned_backend_says_who_banned_it():
 
 def test_an_unknown_backend_is_selected_only_where_that_is_allowed():
     old = H100.with_versions({"torch": "99.0"})
-    plain, allowed = decide(PREFILL, old), decide(PREFILL, old, policy=Policy(allow_unknown=True, prefer=("flash",)))
+    plain, allowed = (
+        decide(PREFILL, old),
+        decide(PREFILL, old, policy=Policy(allow_unknown=True, prefer=("flash",))),
+    )
     assert plain.verdict("flash").excluded.reason == "unknown"
     assert (plain.selected, allowed.selected) == ("chunked", "flash")
     strict = decide(PREFILL, old, policy=Policy(allow_unknown=True, prefer=("flash",), strict=True))

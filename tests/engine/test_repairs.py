@@ -1,4 +1,4 @@
-"""Preparations on plain data: what each changes, what it costs, when it cannot be made, and how `decide` uses them."""
+"""Preparations on plain data: what each changes and costs, when it cannot be made, how `decide` uses it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,12 @@ def test_a_repair_that_was_made_has_nothing_left_to_do(call, repair):
     [
         ("expand_kv", CALL, {"num_heads_kv": 8}, 2 * 8 * 32 * (20 + 24) * 2),
         ("pad_head_dim", CALL, {"head_dim_qk": 24}, 2 * (8 * 16 + 4 * 32) * (24 + 24) * 2),
-        ("contiguous", CALL.with_(strides=STREWN), {"strides": Strides(packed=False)}, 2 * (8 * 16 * 20 + 4 * 32 * 44) * 2),
+        (
+            "contiguous",
+            CALL.with_(strides=STREWN),
+            {"strides": Strides(packed=False)},
+            2 * (8 * 16 * 20 + 4 * 32 * 44) * 2,
+        ),
         (
             "to_varlen",
             SQUARE.with_(mask=(DocumentsNode(lengths=(20, 12)), CausalNode())),
@@ -144,13 +149,17 @@ def test_a_repair_that_was_made_has_nothing_left_to_do(call, repair):
         ),
         (
             "cast_bias",
-            CALL.with_(bias=DenseBias(dtype="float32", shape=(16, 32), aligned=False, last_dim_contiguous=False)),
+            CALL.with_(
+                bias=DenseBias(dtype="float32", shape=(16, 32), aligned=False, last_dim_contiguous=False)
+            ),
             {"bias": DenseBias(dtype="bfloat16", shape=(16, 32))},
             16 * 32 * 2,
         ),
         (
             "align_bias",
-            CALL.with_(bias=DenseBias(dtype="float32", shape=(16, 32), aligned=False, last_dim_contiguous=False)),
+            CALL.with_(
+                bias=DenseBias(dtype="float32", shape=(16, 32), aligned=False, last_dim_contiguous=False)
+            ),
             {"bias": DenseBias(dtype="float32", shape=(16, 32))},
             16 * 32 * 4,
         ),
@@ -191,7 +200,10 @@ def test_what_a_repair_changes_and_costs(repair, call, changes, size):
         ("to_varlen", SQUARE.with_(mask=(DocumentsNode(), KeyPaddingNode()))),
         ("to_varlen", SQUARE.with_(mask=(DocumentsNode(), DocumentsNode(lengths=(32,))))),
         ("to_varlen", SQUARE.with_(mask=(DocumentsNode(),), bias=AlibiBias())),
-        ("to_varlen", SQUARE.with_(mask=(DocumentsNode(),), context=Context(dynamic=("seqlen_q", "seqlen_kv")))),
+        (
+            "to_varlen",
+            SQUARE.with_(mask=(DocumentsNode(),), context=Context(dynamic=("seqlen_q", "seqlen_kv"))),
+        ),
         ("materialize_mask", CALL),
         ("materialize_mask", CALL.with_(mask=(DenseNode(shape=(16, 32)),))),
         ("materialize_mask", CALL.with_(mask=(FunctionNode(),))),
@@ -237,7 +249,12 @@ def test_zeroing_empty_rows_settles_what_one_tensor_says(call):
 
 @pytest.mark.parametrize(
     ("left", "right", "both"),
-    [([], (3, 4), [3, 4]), ([1, 4], (3, 1), [3, 4]), ([4], (2, 1, 1, 4), [2, 1, 1, 4]), ([2, 1, 0], (1, 1), [2, 1, 0])],
+    [
+        ([], (3, 4), [3, 4]),
+        ([1, 4], (3, 1), [3, 4]),
+        ([4], (2, 1, 1, 4), [2, 1, 1, 4]),
+        ([2, 1, 0], (1, 1), [2, 1, 0]),
+    ],
 )
 def test_shapes_broadcast(left, right, both):
     assert broadcast(left, right) == both
@@ -278,7 +295,9 @@ def test_a_lifted_row_stays_in_the_verdict_with_its_repair():
 
 def test_a_row_that_a_repair_broke_rejects():
     """Said as a tensor, the mask is one that ring attention does not pass on."""
-    call = SQUARE.with_(mask=(KeyPaddingNode(),), head_dim_qk=24, context=Context(distributed="context_parallel"))
+    call = SQUARE.with_(
+        mask=(KeyPaddingNode(),), head_dim_qk=24, context=Context(distributed="context_parallel")
+    )
     verdict = decide(call, H100).verdict("efficient")
     assert verdict.status == "rejected"
     assert "any/efficient/context-parallel-without-tensor" in [f.rule for f in verdict.blocking]
@@ -311,7 +330,7 @@ class Added(Tables):
 
 
 def test_a_row_that_names_a_repair_may_help_where_the_repair_suits_another_row_too():
-    """The one way in which a row makes a call acceptable: the kernel wants equal head dims, and padding makes them so."""
+    """The one way in which a row makes a call acceptable: padding makes the head dims equal as well."""
     call = CALL.with_(head_dim_qk=20, head_dim_v=24)
     rule = Rule(
         name="added",

@@ -83,7 +83,9 @@ def test_what_is_not_installed_is_hinted_with_a_version_that_would_do():
 
 
 def test_dropout_and_determinism_are_hinted_where_they_decide():
-    dropout = hints(CALL.with_(dropout_p=0.1, phase="training"), Host(arch="cpu", versions={"torch": "2.13.0"}))
+    dropout = hints(
+        CALL.with_(dropout_p=0.1, phase="training"), Host(arch="cpu", versions={"torch": "2.13.0"})
+    )
     assert dropout == (Hint(kind="dropout", change="dropout_p = 0", selects="flash"),)
 
 

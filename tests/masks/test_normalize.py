@@ -73,7 +73,7 @@ def test_one_band_that_rules_nothing_out_is_dropped(node, seqlen_q, seqlen_kv):
 
 @given(st.data(), LENGTHS, LENGTHS)
 def test_the_decision_and_the_kernel_see_a_band_at_the_same_calls(data, seqlen_q, seqlen_kv):
-    """The decision reads the simplified nodes, the executor the lowered band: a repair must not find nothing."""
+    """The decision reads the simplified nodes, the executor the lowered band."""
     nodes = data.draw(st.lists(st.one_of(_causal(), _window()), min_size=1, max_size=2))
     extent = Extent(1, 2, seqlen_q, seqlen_kv)
     lowered = FULL
@@ -106,7 +106,12 @@ def _object(node):
         ((WindowNode(left=4095, right=0), TOP_LEFT), 64, 64, (TOP_LEFT,)),
         ((WindowNode(left=62, right=70),), 64, 64, (WindowNode(left=62),)),
         ((WindowNode(left=63, alignment="bottom_right"),), 1, 64, ()),
-        ((WindowNode(left=62, alignment="bottom_right"),), 1, 64, (WindowNode(left=62, alignment="bottom_right"),)),
+        (
+            (WindowNode(left=62, alignment="bottom_right"),),
+            1,
+            64,
+            (WindowNode(left=62, alignment="bottom_right"),),
+        ),
         ((WindowNode(left=3, alignment="bottom_right"),), 64, 64, (WindowNode(left=3),)),
         ((DocumentsNode(lengths=(64,)),), 64, 64, ()),
         ((DocumentsNode(lengths=(60, 4)),), 64, 64, (DocumentsNode(lengths=(60, 4)),)),
@@ -150,7 +155,12 @@ def test_without_a_recognised_tensor_there_is_nothing_to_say():
 
 def test_definition_used_here_equals_the_masks():
     """The nested lists that these tests compare are the tensors that `materialize` builds."""
-    nodes = [TOP_LEFT, BOTTOM_RIGHT, WindowNode(left=1, right=2), WindowNode(left=0, alignment="bottom_right")]
+    nodes = [
+        TOP_LEFT,
+        BOTTOM_RIGHT,
+        WindowNode(left=1, right=2),
+        WindowNode(left=0, alignment="bottom_right"),
+    ]
     for node in nodes:
         for seqlen_q, seqlen_kv in ((3, 5), (5, 3), (4, 4), (1, 6)):
             wanted = _object(node).materialize(seqlen_q, seqlen_kv)[0]

@@ -1,4 +1,4 @@
-"""Looking into dense masks: what is found is what the tensor says, one look serves all, and never where it may not."""
+"""Looking into dense masks: what is found is what the tensor says, one look serves all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The condition grammar: what it accepts, what it answers for certain, varying and unknown values, how it reads."""
+"""The condition grammar: what it accepts, what it answers for varying and unknown values, how it reads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def test_terms_are_parsed():
 
 
 @pytest.mark.parametrize(
-    "part", ["", "8", "=8", "=>8", "=<8", "<>8", ">= 8 9", "top_left", ">=", "%", "%%8", "8<", "> (1)", ">8;<9"]
+    "part",
+    ["", "8", "=8", "=>8", "=<8", "<>8", ">= 8 9", "top_left", ">=", "%", "%%8", "8<", "> (1)", ">8;<9"],
 )
 def test_a_malformed_term_names_itself(part):
     with pytest.raises(ValueError, match="requires terms like") as raised:
@@ -154,7 +155,9 @@ def test_or_is_true_with_one_true_and_false_with_only_false(parts):
 
 
 def test_unknown_outranks_varying():
-    assert combine_and(["varies", "unknown", "true"]) == combine_or(["varies", "unknown", "false"]) == "unknown"
+    assert (
+        combine_and(["varies", "unknown", "true"]) == combine_or(["varies", "unknown", "false"]) == "unknown"
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +220,12 @@ def test_the_fields_of_words_are_fields():
 
 
 def test_every_condition_of_the_shipped_tables_can_be_met():
-    boxes = [box for row in load().all_rows() for part in (row.rule.when, row.rule.requires) for box in _boxes(part)]
+    boxes = [
+        box
+        for row in load().all_rows()
+        for part in (row.rule.when, row.rule.requires)
+        for box in _boxes(part)
+    ]
     assert len(boxes) > 100
     for box in boxes:
         for field, spec in box.items():

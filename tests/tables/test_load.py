@@ -27,7 +27,7 @@ def rule(name, requires="head_dim_qk = 8"):
 
 
 def feature(name, value):
-    return f'[features.{name}]\nvalue = {value}\n{EVIDENCE}\n'
+    return f"[features.{name}]\nvalue = {value}\n{EVIDENCE}\n"
 
 
 def arch(*, inherits="", backends="[]", order="default"):
@@ -93,13 +93,18 @@ def test_the_nearest_answer_about_a_feature_holds(base):
 
 
 def test_included_rows_keep_their_ids(base):
-    write(base, {"shared/common": rule("shared-row"), "sm_80/fast": 'include = ["shared/common"]\n' + rule("ampere")})
+    write(
+        base,
+        {"shared/common": rule("shared-row"), "sm_80/fast": 'include = ["shared/common"]\n' + rule("ampere")},
+    )
     assert ids(Tables((base,)), "sm_86")[1:] == ["shared/common/shared-row", "sm_80/fast/ampere"]
 
 
 def test_an_include_of_nothing_is_refused(base):
     write(base, {"sm_80/fast": 'include = ["shared/comon"]'})
-    with pytest.raises(TableError, match="sm_80/fast.toml: include requires an existing file; got shared/comon"):
+    with pytest.raises(
+        TableError, match=r"sm_80/fast\.toml: include requires an existing file; got shared/comon"
+    ):
         Tables((base,)).rules("sm_80", "fast")
 
 
@@ -111,7 +116,9 @@ def test_an_include_of_itself_is_refused(base):
 
 def test_architectures_that_inherit_each_other_are_refused(base):
     write(base, {"sm_80/arch": arch(inherits="sm_89")})
-    with pytest.raises(TableError, match="inherits requires an end; got the circle sm_86 -> sm_80 -> sm_89 -> sm_86"):
+    with pytest.raises(
+        TableError, match="inherits requires an end; got the circle sm_86 -> sm_80 -> sm_89 -> sm_86"
+    ):
         Tables((base,)).rules("sm_86", "other")
 
 
@@ -161,12 +168,15 @@ def test_the_overlay_comes_over_the_shipped_tables(tmp_path):
 
 
 def test_an_overlay_that_is_no_folder_is_refused(tmp_path):
-    with pytest.raises(TableError, match="ATTNROUTE_TABLES requires a folder .* got .*nowhere"):
+    with pytest.raises(TableError, match=r"ATTNROUTE_TABLES requires a folder .* got .*nowhere"):
         load(tmp_path / "nowhere")
 
 
 def test_every_row_is_listed_once(base):
-    write(base, {"shared/common": rule("shared-row"), "sm_80/fast": 'include = ["shared/common"]\n' + rule("ampere")})
+    write(
+        base,
+        {"shared/common": rule("shared-row"), "sm_80/fast": 'include = ["shared/common"]\n' + rule("ampere")},
+    )
     assert sorted(row.id for row in Tables((base,)).all_rows()) == [
         "any/fast/everywhere",
         "shared/common/shared-row",
@@ -176,7 +186,9 @@ def test_every_row_is_listed_once(base):
 
 
 def test_an_unknown_architecture_is_refused_with_the_nearest(base):
-    with pytest.raises(TableError, match='arch requires one of .*; got "sm_09"; did you mean "sm_90"') as raised:
+    with pytest.raises(
+        TableError, match=r'arch requires one of .*; got "sm_09"; did you mean "sm_90"'
+    ) as raised:
         Tables((base,)).arch("sm_09")
     assert "sm_80, sm_86, sm_89, sm_90" in str(raised.value)
     assert "add sm_09/arch.toml" in str(raised.value)
@@ -212,8 +224,14 @@ def test_stock_orders_of_an_overlay_come_first(base, tmp_path):
 
 MALFORMED = {
     "no toml": ("[[rule", "requires TOML"),
-    "a key too many": (rule("odd") + "speed = 3\n", r"rule odd: speed: Extra inputs are not permitted; got 3"),
-    "an unknown field": (rule("odd", "head_dims = 8"), r'rule odd: requires.*: .*got "head_dims"; did you mean'),
+    "a key too many": (
+        rule("odd") + "speed = 3\n",
+        r"rule odd: speed: Extra inputs are not permitted; got 3",
+    ),
+    "an unknown field": (
+        rule("odd", "head_dims = 8"),
+        r'rule odd: requires.*: .*got "head_dims"; did you mean',
+    ),
     "a malformed term": (rule("odd", 'head_dim_qk = "8"'), r'rule odd: requires.*terms like .*; got "8"'),
     "a word that cannot be": (rule("odd", 'dtype = ["fp16"]'), "rule odd: requires.*dtype requires"),
     "an order of words": (rule("odd", 'alignment = ">=none"'), "rule odd: requires.*alignment requires"),
@@ -255,7 +273,7 @@ def test_several_problems_are_counted(base):
 def test_an_installation_without_tables_says_so(monkeypatch):
     monkeypatch.setattr(load_module, "_PACKAGED", Path("/nowhere/packaged"))
     monkeypatch.setattr(load_module, "_SIBLING", Path("/nowhere/sibling"))
-    with pytest.raises(TableError, match="requires its capability tables at .*; got neither; reinstall it"):
+    with pytest.raises(TableError, match=r"requires its capability tables at .*; got neither; reinstall it"):
         shipped_folder()
 
 

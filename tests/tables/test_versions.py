@@ -15,7 +15,14 @@ from attnroute.tables.versions import comparable, contains, specifier, version_o
 
 PARTS = st.lists(st.integers(0, 99), min_size=2, max_size=3).map(lambda parts: ".".join(map(str, parts)))
 CALL = Call(
-    dtype="bfloat16", batch=1, num_heads_q=8, num_heads_kv=8, seqlen_q=64, seqlen_kv=64, head_dim_qk=64, head_dim_v=64
+    dtype="bfloat16",
+    batch=1,
+    num_heads_q=8,
+    num_heads_kv=8,
+    seqlen_q=64,
+    seqlen_kv=64,
+    head_dim_qk=64,
+    head_dim_v=64,
 )
 
 
@@ -80,7 +87,14 @@ def test_ranges(ranges, distribution, version, inside):
 
 @pytest.mark.parametrize(
     ("version", "inside"),
-    [("9.1.0", True), ("9.9.9", True), ("9.10.0", False), ("9.12.0", False), ("9.13.1", True), ("9.22.0", False)],
+    [
+        ("9.1.0", True),
+        ("9.9.9", True),
+        ("9.10.0", False),
+        ("9.12.0", False),
+        ("9.13.1", True),
+        ("9.22.0", False),
+    ],
 )
 def test_ranges_may_have_holes(version, inside):
     assert contains([">=9.0, <9.10", ">=9.13, <9.22"], "cudnn", version) is inside
@@ -114,7 +128,9 @@ def test_a_malformed_version_names_itself_and_its_distribution(version):
 
 
 def test_a_host_with_a_malformed_version_gets_that_sentence_from_decide():
-    with pytest.raises(ArgumentError, match='the version of torch requires PEP 440; got "nightly"; write it like'):
+    with pytest.raises(
+        ArgumentError, match='the version of torch requires PEP 440; got "nightly"; write it like'
+    ):
         decide(CALL, Host(arch="sm_90", versions={"torch": "nightly"}))
 
 
