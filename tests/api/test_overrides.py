@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 from reference import TOLERANCE, attend, error
 from spy import Spy, ran
@@ -67,6 +68,7 @@ def test_the_backend_that_is_named_runs_and_is_right(backend):
 
 
 @given(WISHES, WISHES)
+@examples(max_examples=300)
 def test_nested_wishes_run_what_a_hand_made_reading_of_them_says(outer, inner):
     with attnroute.override(**outer), attnroute.override(**inner):
         got = what_ran()

@@ -101,7 +101,7 @@ OTHER = {
     "slopes": (tensors, {"alibi_slopes": torch.zeros(4)}),
     "slopes per row": (tensors, {"alibi_slopes": torch.zeros(2, 4)}),
     "dropout": (tensors, {"dropout_p": 0.5}),
-    "layout": (tensors, {"layout": "bshd", "mask": FLAGS[..., :1, :1]}),
+    "layout": (tensors, {"layout": "bshd"}),
     "log-sum-exp": (tensors, {"return_lse": True}),
     "deterministic": (tensors, {"deterministic": True}),
     "required backend": (tensors, {"backend": "math"}),

@@ -21,7 +21,9 @@ COMPARE = {
     ">=": operator.ge,
     "%": lambda value, divisor: value % divisor == 0,
 }
-ORDERED = st.tuples(st.sampled_from(sorted(set(COMPARE) - {"%"})), st.integers(-5, 120))
+# Near the lowest value of a varying number, where an answer turns.
+OPERANDS = st.integers(-2, 12) | st.integers(-5, 120)
+ORDERED = st.tuples(st.sampled_from(sorted(set(COMPARE) - {"%"})), OPERANDS)
 DIVIDED = st.tuples(st.just("%"), st.integers(1, 100))
 TERMS = st.one_of(ORDERED, DIVIDED)
 NUMBERS = st.integers(-5, 500)
@@ -68,10 +70,12 @@ def test_a_number_is_held_against_every_term(terms, value):
     assert evaluate(text_of(terms), value, {}) == ("true" if holds(terms, value) else "false")
 
 
-@given(TERMS, st.integers(0, 10))
-def test_one_term_about_a_varying_number_is_certain_exactly_where_all_values_agree(term, low):
-    answers = {holds([term], value) for value in range(low, low + 300)}
-    assert evaluate(text_of([term]), Varies(low), {}) == _agreed(answers)
+@pytest.mark.parametrize("op", COMPARE)
+def test_one_term_about_a_varying_number_is_certain_exactly_where_all_values_agree(op):
+    for low in range(5):
+        for operand in range(1 if op == "%" else -2, 100):
+            answers = {COMPARE[op](value, operand) for value in range(low, low + 300)}
+            assert evaluate(f"{op}{operand}", Varies(low), {}) == _agreed(answers), (low, operand)
 
 
 def _agreed(answers):
