@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -20,6 +21,11 @@ GRID_LIMIT: Final = 65535
 HEAD_DIM_MULTIPLE: Final = 8
 PREPARED_LIMIT_BYTES: Final = 2**30
 """A prepared mask larger than this is made anew each call instead of being kept with its owner."""
+
+BANDS_KEPT: Final = 4
+"""Causal and window masks that are kept: a model has one or two kinds of layers."""
+BAND_LIMIT_BYTES: Final = 64 * 2**20
+"""A causal or window mask larger than this is made anew each call."""
 
 Run = Callable[[Inputs, Plan], Output]
 _DENSE = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
@@ -74,13 +80,23 @@ def _dense(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
             return allowed
         return additive(allowed, inputs.bias, query.dtype)
 
+    size = extent.seqlen_q * extent.seqlen_kv * query.element_size()
+    if inputs.bias is None and inputs.mask.is_band_only and size <= BAND_LIMIT_BYTES:
+        return _band(inputs.mask, extent, query.dtype if as_bias else torch.bool)
     if inputs.bias is not None or inputs.mask_owner is None:
         return make()
-    size = extent.seqlen_q * extent.seqlen_kv * query.element_size()
     if size * (inputs.mask.dense.shape[0] if inputs.mask.dense is not None else 1) > PREPARED_LIMIT_BYTES:
         return make()
     band = (inputs.mask.band_lo, inputs.mask.band_hi)
     return remember(inputs.mask_owner, ("dense", as_bias, query.dtype, extent, band), make)
+
+
+@lru_cache(maxsize=BANDS_KEPT)
+def _band(mask: LoweredMask, extent: Extent, dtype: torch.dtype) -> Tensor:
+    """Causal and window masks are the same for all layers, and no object lives as long as they are needed."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        allowed = build(mask, extent)
+        return allowed if dtype == torch.bool else additive(allowed, None, dtype)
 
 
 def _prepare_qkv(inputs: Inputs, repairs: frozenset[str]) -> None:

@@ -51,6 +51,13 @@ def integers(name: str, tensor: Any, dims: tuple[int, ...]) -> None:
         raise argument_error(name, required, f"{tensor.dtype} of shape {tuple(tensor.shape)}", "convert it")
 
 
+def at_least_two(name: str, tensor: Tensor) -> None:
+    """A start and an end."""
+    if tensor.shape[0] < 2:
+        required = "at least two elements, a start and an end"
+        raise argument_error(name, required, tensor.shape[0], "pass [0, seqlen] for one document")
+
+
 def bools(name: str, tensor: Any, to_do: str) -> None:
     """A bool tensor."""
     if not (is_tensor(tensor) and str(tensor.dtype) == "torch.bool"):
@@ -73,6 +80,16 @@ def documents(lengths: tuple[int, ...] | None, ids: Tensor | None, extent: Exten
         required = f"shape ({seqlen},) or ({extent.batch}, {seqlen})"
         to_do = "give every token the id of its document"
         raise argument_error("mask Documents ids", required, tuple(ids.shape), to_do)
+
+
+def prefix_sums(sums: Tensor, seqlen: int) -> None:
+    """Sums that rise from 0 to the sequence length. Reads the values, so call it for a CPU tensor only."""
+    values = sums.tolist()
+    if values != sorted(values) or (values[0], values[-1]) != (0, seqlen):
+        to_do = "add the missing tokens as a document of their own"
+        raise argument_error(
+            "mask Documents cu_seqlens", f"sums that rise from 0 to seqlen = {seqlen}", values, to_do
+        )
 
 
 def key_padding(

@@ -228,6 +228,8 @@ class Documents(Mask):
             value = getattr(self, name)
             if value is not None:
                 checks.integers(f"Documents {name}", value, dims)
+        if self.cu_seqlens is not None:
+            checks.at_least_two("Documents cu_seqlens", self.cu_seqlens)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -247,6 +249,8 @@ class Documents(Mask):
     def check(self, extent: Extent) -> None:
         """Documents need as many queries as keys, and lengths that fill them."""
         checks.documents(self.lengths, self.ids, extent)
+        if self.cu_seqlens is not None and self.cu_seqlens.device.type == "cpu":
+            checks.prefix_sums(self.cu_seqlens, extent.seqlen_kv)
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add one id per token, and the bounds where they are known."""

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from attnroute.call import CausalNode, DenseNode
 from attnroute.errors import argument_error
+from attnroute.masks import checks
 
 if TYPE_CHECKING:
     from attnroute.masks.lowered import LoweredMask
@@ -160,10 +161,10 @@ def document_ids(node: Documents, extent: Extent) -> Tensor:
 
     def make() -> Tensor:
         if node.ids is not None:
-            return node.ids.reshape(-1, extent.seqlen_kv).to(extent.device)
+            return (node.ids if node.ids.dim() > 1 else node.ids[None]).to(extent.device)
         if node.cu_seqlens is not None:
-            ends = node.cu_seqlens[1:].to(device=extent.device, dtype=torch.int64)
             tokens = torch.arange(extent.seqlen_kv, device=extent.device)
+            ends = _covering(node.cu_seqlens, extent)[1:]
             return torch.searchsorted(ends, tokens, right=True).to(torch.int32)[None]
         lengths = torch.tensor(node.lengths, device=extent.device)
         order = torch.arange(len(node.lengths or ()), dtype=torch.int32, device=extent.device)
@@ -179,13 +180,26 @@ def cu_seqlens(node: Documents, extent: Extent) -> Tensor | None:
 
     def make() -> Tensor:
         if node.cu_seqlens is not None:
-            return node.cu_seqlens.to(device=extent.device, dtype=torch.int32)
+            return _covering(node.cu_seqlens, extent).to(torch.int32)
         sums = [0]
         for length in node.lengths or ():
             sums.append(sums[-1] + length)
         return torch.tensor(sums, dtype=torch.int32, device=extent.device)
 
-    return remember(node, ("cu_seqlens", extent.device), make)
+    return remember(node, ("cu_seqlens", extent.seqlen_kv, extent.device), make)
+
+
+def _covering(sums: Tensor, extent: Extent) -> Tensor:
+    """Return int64 prefix sums that cover the sequence and nothing else, whatever their values are.
+
+    On the CPU wrong ones are refused. A device is not waited for: there the first document starts with the
+    sequence and the last one ends with it, so that a kernel reads nothing behind it and writes every row.
+    """
+    if sums.device.type == "cpu":
+        checks.prefix_sums(sums, extent.seqlen_kv)
+    covering = sums.to(device=extent.device, dtype=torch.int64).clamp(0, extent.seqlen_kv).cummax(0).values
+    covering[0], covering[-1] = 0, extent.seqlen_kv
+    return covering
 
 
 def key_keep(node: KeyPadding, extent: Extent) -> Tensor:

@@ -169,6 +169,10 @@ ARGUMENTS = {
         {"mask": masks.Documents(lengths=[3, 2])},
         "mask Documents lengths requires a sum of seqlen = 6; got .* with sum 5; add the missing tokens",
     ),
+    "documents that end too early": (
+        {"mask": masks.Documents(cu_seqlens=torch.tensor([0, 4]))},
+        r"mask Documents cu_seqlens requires sums that rise from 0 to seqlen = 6; got \[0, 4\]; add",
+    ),
     "documents twice": (
         {"mask": masks.Documents(lengths=[6]) & masks.Documents(lengths=[3, 3])},
         "mask requires at most one Documents node; got 2; combine the ids into one node.",
@@ -304,6 +308,7 @@ ARGUMENTS = {
         for name in ("max_seqlen_q", "max_seqlen_kv")
     },
 }
+TRAINED = tuple(t.clone().requires_grad_() for t in (QUERY, KEY, KEY))
 ALIGNMENT = (
     r'causal_alignment requires "top_left" \(as scaled_dot_product_attention\) or "bottom_right" '
     r"\(cached decoding\) when "
@@ -312,6 +317,11 @@ ALIGNMENT = (
 CASES = {
     **{name: (tensors, {}, said) for name, (tensors, said) in TENSORS.items()},
     **{name: ((QUERY, KEY, KEY), arguments, said) for name, (arguments, said) in ARGUMENTS.items()},
+    "determinism that the kernels would not heed": (
+        TRAINED,
+        {"deterministic": True},
+        r"deterministic requires torch.use_deterministic_algorithms\(True\) where gradients .*",
+    ),
     "causal without an alignment": ((QUERY, LONG, LONG), CAUSAL, ALIGNMENT),
     "a window without an alignment": ((QUERY, LONG, LONG), {"window": (3, 0)}, ALIGNMENT),
 }

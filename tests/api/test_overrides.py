@@ -182,6 +182,23 @@ def test_unannounced_quadratic_scores_are_announced_by_a_warning():
         attnroute.attention(*inputs)
 
 
+def test_tables_of_ones_own_steer_too(environment, tmp_path):
+    row = """
+    [[rule]]
+    name = "not-here"
+    requires = "never"
+    because = "of this test"
+    evidence = [{ kind = "own", ref = "this test" }]
+    """
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "flash.toml").write_text(row, encoding="utf-8")
+    assert what_ran() == "flash"
+    environment(TABLES=str(tmp_path))
+    assert what_ran() == "chunked"
+    decision = attnroute.explain(*normal())
+    assert [f.rule for f in decision.verdict("flash").blocking] == ["cpu/flash/not-here"]
+
+
 def test_threads_run_what_they_ask_for():
     barrier, seen = threading.Barrier(3), {}
 

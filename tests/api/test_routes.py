@@ -248,6 +248,16 @@ def test_a_mask_object_whose_tensor_changed_is_read_again(backend):
             assert error(out, attend(query, key, value, allowed=allowed)[0]) <= TOLERANCE[torch.float32]
 
 
+def test_documents_that_became_wrong_are_refused_on_a_known_route_too():
+    query, key, value = tensors()
+    sums = torch.tensor([0, 2, 6])
+    mask = masks.Documents(cu_seqlens=sums)
+    attnroute.attention(query, key, value, mask)
+    sums[2] = 5
+    with pytest.raises(attnroute.AttnRouteError, match=r"cu_seqlens requires .* got \[0, 2, 5\]"):
+        attnroute.attention(query, key, value, mask)
+
+
 LENGTHS = st.sampled_from([1, 2, 5])
 
 

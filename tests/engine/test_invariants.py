@@ -270,6 +270,15 @@ def test_a_backend_that_no_table_describes_here_is_unknown(call, host):
             assert finding.rule == f"{host.arch}/{verdict.backend}/no-table"
 
 
+def test_a_provider_that_is_missing_or_broken_is_unavailable_and_still_judged():
+    broken = H100.model_copy(update={"broken": {"cudnn": "ImportError: libcudnn.so.9"}})
+    for host in (broken, H100.with_versions({"cudnn": None})):
+        verdict = decide(PREFILL, host).verdict("cudnn")
+        assert (verdict.status, verdict.missing) == ("unavailable", ("cudnn",))
+        assert decide(PREFILL.with_(softcap=30.0), host).verdict("cudnn").status == "rejected"
+    assert decide(PREFILL, H100).verdict("cudnn").status == "eligible"
+
+
 def test_a_guard_of_an_unknown_version_blocks_only_what_its_requirement_would_stop():
     """Whether the row applies is not known; where its requirement holds, that does not matter."""
 

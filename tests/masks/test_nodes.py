@@ -15,6 +15,7 @@ from strategies import allowed_of, small_call
 from attnroute import masks
 from attnroute.call import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
 from attnroute.errors import ArgumentError
+from attnroute.masks import tensors
 from attnroute.masks.lowered import FULL
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import document_ids, key_keep
@@ -100,6 +101,19 @@ def test_ids_tell_documents_apart_wherever_their_tokens_lie():
     first = [[True, False, True], [False, True, False], [True, False, True]]
     second = [[True, True, False], [True, True, False], [False, False, True]]
     assert got[:, 0].tolist() == [first, second]
+
+
+def test_documents_of_no_tokens():
+    empty = torch.zeros(0, dtype=torch.int64)
+    forms = (
+        masks.Documents(lengths=[]),
+        masks.Documents(lengths=[0]),
+        masks.Documents(ids=empty),
+        masks.Documents(ids=empty.expand(2, 0)),
+        masks.Documents(cu_seqlens=torch.tensor([0, 0])),
+    )
+    for mask in forms:
+        assert mask.materialize(0, 0, batch=2).shape[-2:] == (0, 0)
 
 
 def test_conjunctions_of_conjunctions_have_flat_parts():
@@ -253,6 +267,10 @@ REFUSED = [
         "Documents cu_seqlens requires a 1-D integer tensor; got torch.int32 of shape (2, 3); convert it.",
     ),
     (
+        lambda: masks.Documents(cu_seqlens=torch.tensor([0])),
+        "Documents cu_seqlens requires at least two elements, a start and an end; got 1; pass [0, seqlen]",
+    ),
+    (
         masks.KeyPadding,
         "KeyPadding requires exactly one of lengths, left and keep; got none; pass one of them.",
     ),
@@ -301,6 +319,14 @@ DOES_NOT_FIT = [
         masks.Documents(ids=torch.zeros(2, 4, dtype=torch.int64)),
         (3, 4, 4),
         "mask Documents ids requires shape (4,) or (3, 4); got (2, 4); give every token",
+    ),
+    *(
+        (
+            masks.Documents(cu_seqlens=torch.tensor(sums)),
+            (1, 4, 4),
+            f"mask Documents cu_seqlens requires sums that rise from 0 to seqlen = 4; got {sums}; add",
+        )
+        for sums in ([0, 3], [1, 4], [0, 3, 2, 4], [0, 5], [4, 0])
     ),
     (
         masks.KeyPadding(lengths=[1, 2]),
@@ -358,6 +384,19 @@ def test_what_does_not_fit_is_refused_when_it_is_read(mask, sizes, said):
     assert said in str(raised.value)
     with pytest.raises(ArgumentError):
         (mask & masks.Causal()).materialize(seqlen_q, seqlen_kv, batch=batch)
+
+
+def test_prefix_sums_on_a_device_are_made_to_cover_the_sequence_unread():
+    """Nobody waits for the device to check them, and no kernel may read behind the end for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors.checks, "prefix_sums", lambda *_: None)
+        for sums in ([0, 3], [1, 4], [0, 3, 2, 4], [0, 9], [-5, 2, 4], [4, 0]):
+            mask, extent = masks.Documents(cu_seqlens=torch.tensor(sums)), Extent(1, 1, 4, 4)
+            covering = tensors.cu_seqlens(mask, extent).tolist()
+            assert (covering[0], covering[-1], covering) == (0, 4, sorted(covering))
+            # Both forms say the same documents: the one that holds bounds, and the one that holds ids.
+            ids = document_ids(mask, extent)[0].tolist()
+            assert ids == [n for n, (a, b) in enumerate(pairwise(covering)) for _ in range(b - a)]
 
 
 def test_a_band_is_the_narrowest_of_its_parts():
