@@ -166,7 +166,7 @@ def document_ids(node: Documents, extent: Extent) -> Tensor:
             tokens = torch.arange(extent.seqlen_kv, device=extent.device)
             ends = _covering(node.cu_seqlens, extent)[1:]
             return torch.searchsorted(ends, tokens, right=True).to(torch.int32)[None]
-        lengths = torch.tensor(node.lengths, device=extent.device)
+        lengths = torch.tensor(node.lengths, dtype=torch.int64, device=extent.device)
         order = torch.arange(len(node.lengths or ()), dtype=torch.int32, device=extent.device)
         return torch.repeat_interleave(order, lengths, output_size=extent.seqlen_kv)[None]
 
