@@ -162,14 +162,16 @@ def known_backends() -> tuple[str, ...]:
 def _backend(where: str, word: str) -> str:
     known = known_backends()
     if word not in known:
-        msg = f'{where} requires one of {", ".join(known)}; got "{word}"{did_you_mean(word, known)}.'
+        msg = f'{where} requires one of {", ".join(known)}; got "{word}"{did_you_mean(word, known) or "."}'
         raise OverrideError(msg)
     return word
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        msg = f'{name} requires one of {", ".join(choices)}; got "{value}"{did_you_mean(value, choices)}.'
+        msg = (
+            f'{name} requires one of {", ".join(choices)}; got "{value}"{did_you_mean(value, choices) or "."}'
+        )
         raise OverrideError(msg)
     return value
 

@@ -53,7 +53,7 @@ def _run(command: str, words: list[str]) -> int:
     if command not in COMMANDS:
         near = did_you_mean(command, COMMANDS) or "."
         raise ArgumentError(f'attnroute requires one of {", ".join(COMMANDS)}; got "{command}"{near}')
-    # Looking for pydantic's plugins reads the metadata of every distribution: a third of a short command's time.
+    # Looking for pydantic's plugins reads the metadata of every distribution: a third of a short run.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     code: int = import_module(f"attnroute.cli.{command}").run(words)
     return code

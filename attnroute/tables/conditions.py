@@ -56,8 +56,8 @@ def check(field: str, spec: Spec) -> None:
         ValueError: The field is unknown, or can never have the value, or not be compared with it.
     """
     if field not in FACTS:
-        near = did_you_mean(field, FACTS)
-        msg = f'a condition requires fields that attnroute.facts lists; got "{field}"{near}.'
+        near = did_you_mean(field, FACTS) or "."
+        msg = f'a condition requires fields that attnroute.facts lists; got "{field}"{near}'
         raise ValueError(msg)
     words = WORDS.get(field)
     if words is None:
@@ -78,8 +78,8 @@ def _check_number(field: str, spec: Spec) -> None:
         operands = [term.operand for term in parse(spec)] if isinstance(spec, str) else []
         strange = [word for word in operands if isinstance(word, str) and word not in set(FACTS) - set(WORDS)]
     if strange:
-        near = did_you_mean(strange[0], FACTS)
-        msg = f'{field} requires numbers or fields that are numbers; got "{strange[0]}"{near}.'
+        near = did_you_mean(strange[0], FACTS) or "."
+        msg = f'{field} requires numbers or fields that are numbers; got "{strange[0]}"{near}'
         raise ValueError(msg)
 
 

@@ -81,13 +81,12 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
 def _inheritance(tables: Tables) -> Iterator[Problem]:
     for name in tables.arch_names:
         seen = [name]
-        try:
-            while (parent := tables.arch(seen[-1]).inherits) is not None and parent not in seen:
-                seen.append(parent)
-        except TableError as error:
-            yield Problem(f"{seen[-1]}/arch.toml", "", "inherits", str(error))
-            continue
-        if parent is not None:
+        while (parent := tables.arch(seen[-1]).inherits) in tables.arch_names and parent not in seen:
+            seen.append(parent)
+        if parent is not None and parent not in seen:
+            sentence = f'requires an architecture that has a folder; got "{parent}".'
+            yield Problem(f"{seen[-1]}/arch.toml", "", "inherits", sentence)
+        elif parent is not None:
             circle = " -> ".join([*seen, parent])
             yield Problem(f"{name}/arch.toml", "", "inherits", f"requires an end; got the circle {circle}.")
 
@@ -124,7 +123,7 @@ def _features(tables: Tables) -> Iterator[Problem]:
 def _files(tables: Tables) -> Iterator[Problem]:
     """Every file is about a backend, or is shared and included somewhere."""
     places = {(p.parent.name, p.stem) for folder in tables.folders for p in folder.glob("*/*.toml")}
-    places -= {(arch, "arch") for arch in tables.arch_names} | {(ANY, "stock")}
+    places -= {(arch, "arch") for arch in (ANY, *tables.arch_names)} | {(ANY, "stock")}
     included = {name for place in places for table in tables.files(*place) for name in table.include}
     for scope, stem in sorted(places):
         file = f"{scope}/{stem}.toml"

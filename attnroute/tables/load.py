@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from attnroute.errors import TableError, did_you_mean
+from attnroute.errors import TableError
 from attnroute.tables.schema import (
     ArchTable,
     BackendInfo,
@@ -33,6 +33,7 @@ from attnroute.tables.schema import (
 from attnroute.vocabulary import Feature
 
 ANY = "any"
+_NO_BACKEND = ("arch", "stock")
 SHARED = "shared"
 """The folder of files that several architectures include."""
 _PACKAGED = Path(__file__).parent.parent / "_capability_tables"
@@ -82,7 +83,7 @@ class Tables:
     @cached_property
     def backends(self) -> dict[str, BackendInfo]:
         """Every backend that the tables know, by name."""
-        found = {name: self._info(name) for name in self._names(ANY) if name != "stock"}
+        found = {name: self._info(name) for name in self._names(ANY) if name not in _NO_BACKEND}
         missing = sorted(name for name, info in found.items() if info is None)
         if missing:
             msg = f"any/{missing[0]}.toml requires a [backend] section; got none."
@@ -92,7 +93,7 @@ class Tables:
     @cached_property
     def arch_names(self) -> tuple[str, ...]:
         """Every architecture that has an arch.toml."""
-        names = {p.parent.name for folder in self.folders for p in folder.glob("*/arch.toml")}
+        names = {p.parent.name for folder in self.folders for p in folder.glob("*/arch.toml")} - {ANY}
         return tuple(sorted(names, key=lambda n: (n == "cpu", len(n), n)))
 
     @cached_property
@@ -106,22 +107,22 @@ class Tables:
         return tuple(orders)
 
     def arch(self, name: str) -> ArchTable:
-        """Return one architecture.
+        """Return one architecture, or what holds on those that no folder describes.
 
         Raises:
-            TableError: No table describes it.
+            TableError: Neither is there.
         """
         if name not in self._archs:
-            tables = [_read(p, ArchTable) for f in self.folders if (p := f / name / "arch.toml").is_file()]
+            tables = self._arch_files(name) or self._arch_files(ANY)
             if not tables:
-                known = ", ".join(self.arch_names)
-                near = did_you_mean(name, self.arch_names)
-                to_do = f"add {name}/arch.toml to describe it"
-                msg = f'arch requires one of {known}; got "{name}"{near}; {to_do}.'
+                msg = f"arch requires {name}/arch.toml or {ANY}/arch.toml; got neither; reinstall the tables."
                 raise TableError(msg)
             orders: list[Order] = [o for t in reversed(tables) for o in t.order]
             self._archs[name] = tables[-1].model_copy(update={"order": orders})
         return self._archs[name]
+
+    def _arch_files(self, name: str) -> list[ArchTable]:
+        return [_read(p, ArchTable) for f in self.folders if (p := f / name / "arch.toml").is_file()]
 
     def features(self, arch: str, backend: str) -> dict[str, FeatureRow]:
         """Return a backend's answers by feature, the architecture's own answers over those of `any/`."""
@@ -163,7 +164,7 @@ class Tables:
             homes = [folder for folder in self.folders if (folder / name / "arch.toml").is_file()]
             if any((folder / name / f"{backend}.toml").is_file() for folder in self.folders):
                 found.append(name)
-            if (homes[0] / name / f"{backend}.toml").is_file():
+            if homes and (homes[0] / name / f"{backend}.toml").is_file():
                 break
         return tuple(found)
 
@@ -180,6 +181,9 @@ class Tables:
                 raise TableError(f"{names[-1]}/arch.toml: inherits requires an end; got the circle {circle}.")
             names.append(following)
             parent = self.arch(following).inherits
+            if parent is not None and parent not in self.arch_names:
+                sentence = f'inherits requires an architecture that has a folder; got "{parent}"'
+                raise TableError(f"{following}/arch.toml: {sentence}; add {parent}/arch.toml to describe it.")
             yield following
             following = parent
 

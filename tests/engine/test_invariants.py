@@ -336,3 +336,23 @@ def test_an_eligible_backend_comes_before_an_unknown_one():
 def test_no_backend_is_asked_for_by_a_name_that_is_none():
     with pytest.raises(KeyError):
         decide(PREFILL, H100).verdict("fa5")
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_130"])
+def test_an_architecture_that_nobody_described_runs_what_depends_on_none(arch):
+    host = Host(arch=arch, versions={"torch": "2.11.0+cu130", "cudnn": "9.19.0"})
+    call = Call.model_validate(
+        {
+            "dtype": "bfloat16",
+            "batch": 1,
+            "num_heads_q": 4,
+            "num_heads_kv": 2,
+            "seqlen_q": 64,
+            "seqlen_kv": 64,
+            "head_dim_qk": 64,
+            "head_dim_v": 64,
+        }
+    )
+    decision = decide(call, host)
+    assert decision.selected == "chunked"
+    assert {v.backend for v in decision.verdicts if v.status == "unknown"} == {"flash", "cudnn", "efficient"}

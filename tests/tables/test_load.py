@@ -185,13 +185,16 @@ def test_every_row_is_listed_once(base):
     ]
 
 
-def test_an_unknown_architecture_is_refused_with_the_nearest(base):
-    with pytest.raises(
-        TableError, match=r'arch requires one of .*; got "sm_09"; did you mean "sm_90"'
-    ) as raised:
-        Tables((base,)).arch("sm_09")
-    assert "sm_80, sm_86, sm_89, sm_90" in str(raised.value)
-    assert "add sm_09/arch.toml" in str(raised.value)
+def test_an_architecture_without_a_folder_has_what_holds_on_any(base):
+    write(base, {"any/arch": arch()})
+    tables = Tables((base,))
+    assert tables.arch("sm_70") == tables.arch("any")
+    assert "any" not in tables.arch_names
+
+
+def test_an_architecture_without_any_table_is_refused(base):
+    with pytest.raises(TableError, match=r"requires sm_70/arch.toml or any/arch.toml; got neither"):
+        Tables((base,)).arch("sm_70")
 
 
 def test_architectures_are_listed_as_numbers_with_the_cpu_last(base):
