@@ -89,3 +89,9 @@ DTYPE_SHORT: Final[dict[str, str]] = {
 
 SLOW_TIER: Final[frozenset[str]] = frozenset({"math"})
 """Backends whose memory grows with seqlen_q * seqlen_kv: never selected silently where that is large."""
+
+GRID_LIMIT: Final = 65535
+"""CUDA's limit on the y and z dimensions of a grid: what split_batch and split_heads stay below."""
+
+HEAD_DIM_MULTIPLE: Final = 8
+"""Elements: 16 bytes of a 16-bit type, what the tensor cores' loads need and pad_head_dim makes."""

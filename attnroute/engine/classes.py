@@ -13,11 +13,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attnroute.call import Call, DocumentsNode
-from attnroute.engine.repairs import GRID_LIMIT
 from attnroute.facts import LENGTH_FACTS, empty_rows_of, facts_of
 from attnroute.masks.normalize import normalize, recognized
 from attnroute.tables import conditions
 from attnroute.tables.schema import AnyOf, Box
+from attnroute.vocabulary import GRID_LIMIT
 
 if TYPE_CHECKING:
     from attnroute.tables.conditions import Spec

@@ -22,12 +22,7 @@ from attnroute.call import (
 )
 from attnroute.facts import empty_rows_of
 from attnroute.masks.normalize import recognized
-from attnroute.vocabulary import DTYPE_BYTES, EmptyRows, Repair
-
-GRID_LIMIT: Final = 65535
-"""CUDA's limit on the y and z dimensions of a grid."""
-HEAD_DIM_MULTIPLE: Final = 8
-"""Elements: 16 bytes of a 16-bit type, what the tensor cores' loads need."""
+from attnroute.vocabulary import DTYPE_BYTES, GRID_LIMIT, HEAD_DIM_MULTIPLE, EmptyRows, Repair
 
 Change = tuple[Call, int]
 

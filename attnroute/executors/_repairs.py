@@ -16,9 +16,8 @@ from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.masks.lowered import LoweredMask
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import additive, as_4d, build, remember
+from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE
 
-GRID_LIMIT: Final = 65535
-HEAD_DIM_MULTIPLE: Final = 8
 PREPARED_LIMIT_BYTES: Final = 2**30
 """A prepared mask larger than this is made anew each call instead of being kept with its owner."""
 

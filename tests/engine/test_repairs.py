@@ -21,8 +21,7 @@ from attnroute.call import (
     WindowNode,
 )
 from attnroute.engine.decide import decide
-from attnroute.engine.repairs import GRID_LIMIT, HEAD_DIM_MULTIPLE, ORDER, apply, broadcast
-from attnroute.executors import _repairs as on_tensors
+from attnroute.engine.repairs import ORDER, apply, broadcast
 from attnroute.facts import empty_rows_of
 from attnroute.host import Host
 from attnroute.masks.normalize import normalize
@@ -63,11 +62,6 @@ STREWN = Strides(last_dim_contiguous=False, packed=False, aligned_16=False)
 
 def test_every_repair_of_the_vocabulary_is_one_that_can_be_made():
     assert sorted(ORDER) == sorted(REPAIRS) == sorted(MAY_CHANGE)
-
-
-def test_both_sides_of_a_repair_have_the_same_limits():
-    assert on_tensors.GRID_LIMIT == GRID_LIMIT
-    assert on_tensors.HEAD_DIM_MULTIPLE == HEAD_DIM_MULTIPLE
 
 
 @given(calls(), ANY_REPAIR)
