@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from dataclasses import replace
 
@@ -11,73 +10,24 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reference import TOLERANCE, attend, error
+from repair_inputs import FORMS, inputs_of, lowered, plan, reference, stored
 
-import attnroute
 from attnroute import masks
 from attnroute.api.question import _strides
 from attnroute.call import Call, DenseBias, DenseNode, Strides
 from attnroute.engine import repairs
-from attnroute.executors import _repairs, flash
-from attnroute.executors._inputs import Inputs, Plan
+from attnroute.executors import _repairs
 from attnroute.executors._repairs import run_repaired
 from attnroute.executors.registry import executor
-from attnroute.masks import tensors as mask_tensors
 from attnroute.masks.lowered import FULL
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import is_aligned
-
-FORMS = st.sampled_from(["packed", "bshd", "row gap", "last stride", "shifted", "expanded"])
-
-
-def plan(*made, backend="math", return_lse=False):
-    return Plan(backend=backend, repairs=made, training=False, return_lse=return_lse, device_type="cpu")
-
-
-def stored(values, form):
-    """Return equal values in other memory."""
-    if form == "bshd":
-        return values.transpose(1, 2).contiguous().transpose(1, 2)
-    if form == "row gap":
-        return torch.cat([values, values], -1)[..., : values.shape[-1]]
-    if form == "last stride":
-        return values.transpose(2, 3).contiguous().transpose(2, 3)
-    if form == "shifted":
-        return torch.empty(values.numel() + 1)[1:].view(values.shape).copy_(values)
-    return values[:, :1].expand(values.shape) if form == "expanded" else values
-
-
-def inputs_of(batch=2, heads=4, heads_kv=2, seqlen_q=5, seqlen_kv=7, head_dims=(8, 8), **rest):
-    head_dim_qk, head_dim_v = head_dims
-    query = torch.randn(batch, heads, seqlen_q, head_dim_qk)
-    key = torch.randn(batch, heads_kv, seqlen_kv, head_dim_qk)
-    return Inputs(query, key, torch.randn(batch, heads_kv, seqlen_kv, head_dim_v), **rest)
-
-
-def reference(inputs, plan):
-    """Run what reached the kernel by the definition, and keep a copy of it."""
-    attn = inputs.attn
-    is_mask = attn is not None and attn.dtype == torch.bool
-    out, lse = attend(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        allowed=attn if is_mask else None,
-        bias=None if is_mask else attn,
-        scale=inputs.scale,
-    )
-    reference.seen.append(replace(inputs))
-    return out, lse
 
 
 @pytest.fixture(autouse=True)
 def fresh():
     torch.manual_seed(0)
     reference.seen = []
-
-
-def lowered(mask, inputs):
-    extent = Extent(*inputs.query.shape[:3], inputs.key.shape[2], inputs.query.device)
-    return mask.lower(FULL, extent)
 
 
 def allowed_by(mask, inputs):
@@ -404,98 +354,4 @@ def test_heads_of_a_group_larger_than_a_piece_stay_together(monkeypatch):
 # What is kept of a prepared mask.
 
 
-@pytest.fixture
-def builds(monkeypatch):
-    """Count how often a mask becomes a tensor."""
-    found = []
-    build = _repairs.build
-
-    def counted(mask, extent):
-        found.append(extent)
-        return build(mask, extent)
-
-    monkeypatch.setattr(_repairs, "build", counted)
-    return found
-
-
-def normal(seqlen=6):
-    return [torch.randn(2, 4, seqlen, 8) for _ in range(3)]
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(2)) < 0.7,
-        masks.KeyPadding(lengths=[6, 2]),
-        masks.Causal() & masks.KeyPadding(lengths=torch.tensor([6, 2])),
-    ],
-    ids=["tensor", "padding", "both"],
-)
-def test_a_mask_is_prepared_once_for_all_layers(builds, mask):
-    for _ in range(4):
-        attnroute.attention(*normal(), mask)
-    assert len(builds) == 1
-    attnroute.attention(*(t.double() for t in normal()), mask)
-    assert len(builds) == 2
-
-
-def test_a_mask_is_prepared_for_each_length(builds):
-    mask = masks.KeyPadding(lengths=[4, 2])
-    for length in (5, 6, 7, 5, 6, 7):
-        attnroute.attention(*normal(length), mask)
-    assert len(builds) == 3
-
-
-def test_a_mask_beside_a_bias_is_prepared_each_time(builds):
-    mask, bias = masks.KeyPadding(lengths=[6, 2]), torch.randn(6, 6)
-    for _ in range(2):
-        attnroute.attention(*normal(), mask, bias=bias, backend="flash")
-    assert len(builds) == 2
-
-
-def test_a_mask_put_together_for_one_call_is_not_kept(builds):
-    mask = masks.KeyPadding(lengths=[6, 2])
-    for _ in range(2):
-        attnroute.attention(*normal(), mask, is_causal=True)
-    assert len(builds) == 2
-
-
-def test_a_large_mask_is_not_kept(builds, monkeypatch):
-    monkeypatch.setattr(_repairs, "PREPARED_LIMIT_BYTES", 6 * 6 * 4 - 1)
-    mask = masks.KeyPadding(lengths=[6, 2])
-    for _ in range(2):
-        attnroute.attention(*normal(), mask)
-    assert len(builds) == 2
-
-
-def test_what_was_prepared_goes_with_its_mask():
-    before = set(mask_tensors._MEMORY)
-    mask = masks.KeyPadding(lengths=[6, 2])
-    dense = torch.rand(6, 6) < 0.7
-    attnroute.attention(*normal(), mask)
-    attnroute.attention(*normal(), dense)
-    assert {id(mask), id(dense)} <= set(mask_tensors._MEMORY)
-    del mask, dense
-    gc.collect()
-    assert set(mask_tensors._MEMORY) <= before
-
-
 # The ragged batch of the flash kernel.
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_prefix_sums_of_every_row_follow_each_other(batch):
-    inputs = inputs_of(batch, 2, 2, 6, 6)
-    inputs.mask = lowered(masks.Documents(lengths=[2, 0, 4]), inputs)
-    sums = flash._cu_seqlens(inputs, batch, 6)
-    want = torch.tensor([0, *(n + 6 * b for b in range(batch) for n in (2, 2, 6))], dtype=torch.int32)
-    assert sums.dtype == torch.int32
-    assert torch.equal(sums, want)
-    assert inputs.mask.max_seqlen == 4
-
-
-def test_a_ragged_batch_needs_prefix_sums():
-    inputs = inputs_of(1, 2, 2, 6, 6)
-    inputs.mask = lowered(masks.Documents(ids=torch.zeros(6, dtype=torch.int64)), inputs)
-    with pytest.raises(ValueError, match="to_varlen requires documents given by lengths or cu_seqlens"):
-        flash._cu_seqlens(inputs, 1, 6)

@@ -1,0 +1,114 @@
+"""What is prepared from a mask is made once for all layers, and goes with its mask."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from repair_inputs import inputs_of, lowered, reference
+
+import attnroute
+from attnroute import masks
+from attnroute.executors import _repairs, flash
+from attnroute.masks import tensors as mask_tensors
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(0)
+    reference.seen = []
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Count how often a mask becomes a tensor."""
+    found = []
+    build = _repairs.build
+
+    def counted(mask, extent):
+        found.append(extent)
+        return build(mask, extent)
+
+    monkeypatch.setattr(_repairs, "build", counted)
+    return found
+
+
+def normal(seqlen=6):
+    return [torch.randn(2, 4, seqlen, 8) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(2)) < 0.7,
+        masks.KeyPadding(lengths=[6, 2]),
+        masks.Causal() & masks.KeyPadding(lengths=torch.tensor([6, 2])),
+    ],
+    ids=["tensor", "padding", "both"],
+)
+def test_a_mask_is_prepared_once_for_all_layers(builds, mask):
+    for _ in range(4):
+        attnroute.attention(*normal(), mask)
+    assert len(builds) == 1
+    attnroute.attention(*(t.double() for t in normal()), mask)
+    assert len(builds) == 2
+
+
+def test_a_mask_is_prepared_for_each_length(builds):
+    mask = masks.KeyPadding(lengths=[4, 2])
+    for length in (5, 6, 7, 5, 6, 7):
+        attnroute.attention(*normal(length), mask)
+    assert len(builds) == 3
+
+
+def test_a_mask_beside_a_bias_is_prepared_each_time(builds):
+    mask, bias = masks.KeyPadding(lengths=[6, 2]), torch.randn(6, 6)
+    for _ in range(2):
+        attnroute.attention(*normal(), mask, bias=bias, backend="flash")
+    assert len(builds) == 2
+
+
+def test_a_mask_put_together_for_one_call_is_not_kept(builds):
+    mask = masks.KeyPadding(lengths=[6, 2])
+    for _ in range(2):
+        attnroute.attention(*normal(), mask, is_causal=True)
+    assert len(builds) == 2
+
+
+def test_a_large_mask_is_not_kept(builds, monkeypatch):
+    monkeypatch.setattr(_repairs, "PREPARED_LIMIT_BYTES", 6 * 6 * 4 - 1)
+    mask = masks.KeyPadding(lengths=[6, 2])
+    for _ in range(2):
+        attnroute.attention(*normal(), mask)
+    assert len(builds) == 2
+
+
+def test_what_was_prepared_goes_with_its_mask():
+    before = set(mask_tensors._MEMORY)
+    mask = masks.KeyPadding(lengths=[6, 2])
+    dense = torch.rand(6, 6) < 0.7
+    attnroute.attention(*normal(), mask)
+    attnroute.attention(*normal(), dense)
+    assert {id(mask), id(dense)} <= set(mask_tensors._MEMORY)
+    del mask, dense
+    gc.collect()
+    assert set(mask_tensors._MEMORY) <= before
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_prefix_sums_of_every_row_follow_each_other(batch):
+    inputs = inputs_of(batch, 2, 2, 6, 6)
+    inputs.mask = lowered(masks.Documents(lengths=[2, 0, 4]), inputs)
+    sums = flash._cu_seqlens(inputs, batch, 6)
+    want = torch.tensor([0, *(n + 6 * b for b in range(batch) for n in (2, 2, 6))], dtype=torch.int32)
+    assert sums.dtype == torch.int32
+    assert torch.equal(sums, want)
+    assert inputs.mask.max_seqlen == 4
+
+
+def test_a_ragged_batch_needs_prefix_sums():
+    inputs = inputs_of(1, 2, 2, 6, 6)
+    inputs.mask = lowered(masks.Documents(ids=torch.zeros(6, dtype=torch.int64)), inputs)
+    with pytest.raises(ValueError, match="to_varlen requires documents given by lengths or cu_seqlens"):
+        flash._cu_seqlens(inputs, 1, 6)
