@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 LD_ALIGN = 16
 """Rows of a score buffer start at multiples of this many elements, whatever the number of keys."""
+
+
+TRITON_MAJOR: Final = 8
+"""Major compute capability from which on Triton compiles."""
 
 
 class Steps(NamedTuple):
@@ -47,9 +51,18 @@ def fused_steps() -> Steps | None:
 
 def steps_for(query: Tensor) -> Steps:
     """Return the steps for the device and dtype of `query`."""
-    if query.device.type != "cuda" or query.dtype == torch.float64:
+    if query.device.type != "cuda" or query.dtype == torch.float64 or not compiles_triton(query.device.index):
         return EAGER_STEPS
     return fused_steps() or EAGER_STEPS
+
+
+@lru_cache(maxsize=64)
+def compiles_triton(device_index: int | None) -> bool:
+    """Return whether Triton names this card as one it compiles for: compute capability 8.0 and later.
+
+    Source: the README of triton-lang/triton. Elsewhere the same steps run as torch operators.
+    """
+    return torch.cuda.get_device_capability(device_index)[0] >= TRITON_MAJOR
 
 
 class Saved(NamedTuple):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from attnroute.errors import ArgumentError, AttnRouteError
-from attnroute.executors import _chunked_plan
+from attnroute.executors import _chunked_call, _chunked_plan
 from attnroute.executors.chunked import chunked_attention
 from attnroute.masks.lowered import FULL, LoweredMask
 
@@ -298,3 +298,13 @@ def bad(**changes):
 def test_bad_arguments_are_named(changes, words):
     with pytest.raises(ArgumentError, match=words):
         bad(**changes)
+
+
+@pytest.mark.parametrize(
+    ("capability", "fused"), [((7, 5), False), ((7, 0), False), ((8, 0), True), ((12, 0), True)]
+)
+def test_cards_that_triton_does_not_name_run_torch_operators(monkeypatch, capability, fused):
+    _chunked_call.compiles_triton.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert _chunked_call.compiles_triton(3) is fused
+    _chunked_call.compiles_triton.cache_clear()
