@@ -13,7 +13,7 @@ from attnroute.executors.chunked import chunked_attention
 from attnroute.masks.lowered import FULL, LoweredMask
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-LSE_TOLERANCE = 1e-6
+LSE_TOLERANCE = 5e-6
 LENGTH = st.sampled_from([1, 2, 5, 17, 33, 64, 70])
 CHANCE = st.integers(0, 2).map(lambda n: n == 0)
 
@@ -120,12 +120,19 @@ def test_output_lse_and_every_gradient(data, dtype, seed):
     )
     assert torch.equal(has_key, torch.isfinite(want_lse))
     assert not out[~has_key].any()
-    assert error(out, want_out) < TOLERANCE[dtype]
+    assert fits(out, want_out, dtype)
     assert error(lse[has_key], want_lse[has_key]) < max(TOLERANCE[dtype] / 100, LSE_TOLERANCE)
     for leaf, got, want in zip(leaves, grads, wanted, strict=True):
         assert got.shape == leaf.shape
         assert got.dtype == leaf.dtype
         assert close(got, want, TOLERANCE[dtype], lse.numel())
+
+
+def fits(got, want, dtype):
+    """Compare relative to `want`; where it is below what the dtype can round to, to that."""
+    smallest = torch.finfo(dtype).smallest_normal * got.numel() ** 0.5
+    difference = (got.double() - want).detach().norm()
+    return error(got, want) < TOLERANCE[dtype] or float(difference) < smallest
 
 
 def close(got, want, tolerance, rows):
