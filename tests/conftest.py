@@ -49,3 +49,19 @@ def _has_cuda() -> bool:
     except ImportError:
         return False
     return bool(torch.cuda.is_available())
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Set `ATTNROUTE_*` variables for the process, and read them anew before and after."""
+
+    from attnroute import settings as ours
+
+    def put(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(f"ATTNROUTE_{name}", value)
+        ours.reload()
+
+    yield put
+    monkeypatch.undo()
+    ours.reload()

@@ -6,55 +6,13 @@ import warnings
 
 import pytest
 import torch
+from policy_inputs import CALL, CPU, KNOWN, selected
 
 import attnroute
 from attnroute import settings
-from attnroute.call import Call
 from attnroute.errors import OverrideError, OverrideWarning
-from attnroute.host import Host
 from attnroute.policy import Policy
 from attnroute.settings import VARIABLES, current, from_environment
-
-KNOWN = ("chunked", "cudnn", "efficient", "flash", "math")
-
-
-CPU = Host(arch="cpu", versions={"torch": "2.13.0"})
-
-
-CALL = Call(
-    dtype="float32",
-    batch=1,
-    num_heads_q=2,
-    num_heads_kv=2,
-    seqlen_q=8,
-    seqlen_kv=8,
-    head_dim_qk=8,
-    head_dim_v=8,
-)
-
-
-@pytest.fixture
-def environment(monkeypatch):
-    """Set `ATTNROUTE_*` variables for the process, and read them anew before and after."""
-
-    def put(**variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(f"ATTNROUTE_{name}", value)
-        settings.reload()
-
-    yield put
-    monkeypatch.undo()
-    settings.reload()
-
-
-def stated(**settings_given):
-    return Policy(**settings_given, origin=dict.fromkeys(settings_given, "somebody"))
-
-
-def selected(**arguments):
-    query = torch.zeros(1, 2, 8, 8)
-    return attnroute.explain(query, query, query, **arguments).selected
-
 
 FLAGS = {"STRICT": "strict", "ALLOW_UNKNOWN": "allow_unknown", "RECOGNIZE": "recognize"}
 

@@ -9,47 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_inputs import KNOWN, selected, stated
 
 import attnroute
-from attnroute import settings
-from attnroute.call import Call
 from attnroute.errors import NoBackendError, OverrideError
-from attnroute.host import Host
 from attnroute.policy import Policy, merge
 from attnroute.settings import current, known_backends, override, policy_of
 
-KNOWN = ("chunked", "cudnn", "efficient", "flash", "math")
 NAMES = st.sampled_from(KNOWN)
 SOME = st.lists(NAMES, max_size=3, unique=True).map(tuple)
-CPU = Host(arch="cpu", versions={"torch": "2.13.0"})
-CALL = Call(
-    dtype="float32",
-    batch=1,
-    num_heads_q=2,
-    num_heads_kv=2,
-    seqlen_q=8,
-    seqlen_kv=8,
-    head_dim_qk=8,
-    head_dim_v=8,
-)
-
-
-@pytest.fixture
-def environment(monkeypatch):
-    """Set `ATTNROUTE_*` variables for the process, and read them anew before and after."""
-
-    def put(**variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(f"ATTNROUTE_{name}", value)
-        settings.reload()
-
-    yield put
-    monkeypatch.undo()
-    settings.reload()
-
-
-def stated(**settings_given):
-    return Policy(**settings_given, origin=dict.fromkeys(settings_given, "somebody"))
 
 
 def test_the_backends_named_here_are_those_of_the_tables():
@@ -123,11 +91,6 @@ def test_a_merged_policy_has_a_key_of_its_own():
 
 
 # Precedence, where the backend that runs shows who was heard.
-
-
-def selected(**arguments):
-    query = torch.zeros(1, 2, 8, 8)
-    return attnroute.explain(query, query, query, **arguments).selected
 
 
 def test_the_call_outranks_the_override_which_outranks_the_environment(environment):

@@ -1,0 +1,32 @@
+"""What the tests of policies, overrides and the environment share."""
+
+from __future__ import annotations
+
+import torch
+
+import attnroute
+from attnroute.call import Call
+from attnroute.host import Host
+from attnroute.policy import Policy
+
+KNOWN = ("chunked", "cudnn", "efficient", "flash", "math")
+CPU = Host(arch="cpu", versions={"torch": "2.13.0"})
+CALL = Call(
+    dtype="float32",
+    batch=1,
+    num_heads_q=2,
+    num_heads_kv=2,
+    seqlen_q=8,
+    seqlen_kv=8,
+    head_dim_qk=8,
+    head_dim_v=8,
+)
+
+
+def stated(**settings_given):
+    return Policy(**settings_given, origin=dict.fromkeys(settings_given, "somebody"))
+
+
+def selected(**arguments):
+    query = torch.zeros(1, 2, 8, 8)
+    return attnroute.explain(query, query, query, **arguments).selected
