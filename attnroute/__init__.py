@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attnroute._version import __version__
 
 if TYPE_CHECKING:
-    from attnroute import masks
+    from attnroute import biases, masks
     from attnroute.api import attention, explain
     from attnroute.call import Call
     from attnroute.engine.decide import decide
@@ -48,6 +48,7 @@ __all__ = [
     "Verdict",
     "__version__",
     "attention",
+    "biases",
     "decide",
     "explain",
     "masks",
@@ -57,8 +58,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
-    if name == "masks":
-        return import_module("attnroute.masks")
+    if name in ("biases", "masks"):
+        return import_module(f"attnroute.{name}")
     if name not in _HOMES:
         msg = f"module 'attnroute' has no attribute {name!r}"
         raise AttributeError(msg)

@@ -49,11 +49,14 @@ class DocumentsNode(_Plain):
 
     `lengths` are the same documents for every batch row; None when only the device knows them.
     `contiguous` is false when nobody said that a document's tokens lie side by side (ids per token).
+    `cross` is true for a ragged batch whose queries and keys have lengths of their own: causal and window
+    nodes beside it then have a diagonal in each document.
     """
 
     kind: Literal["documents"] = "documents"
     lengths: tuple[Count, ...] | None = None
     contiguous: bool = True
+    cross: bool = False
 
 
 class KeyPaddingNode(_Plain):
@@ -73,6 +76,12 @@ class PrefixNode(_Plain):
 
     kind: Literal["prefix"] = "prefix"
     lengths: tuple[Count, ...] | None = None
+    alignment: Alignment = "top_left"
+
+
+RecognizedNode = Annotated[
+    CausalNode | WindowNode | DocumentsNode | KeyPaddingNode | PrefixNode, Field(discriminator="kind")
+]
 
 
 class DenseNode(_Plain):
@@ -92,7 +101,7 @@ class DenseNode(_Plain):
     last_dim_contiguous: bool = True
     aligned: bool = True
     empty_rows: EmptyRows = "unknown"
-    recognized: tuple[CausalNode, ...] | None = None
+    recognized: tuple[RecognizedNode, ...] | None = None
 
 
 class FunctionNode(_Plain):
@@ -100,12 +109,38 @@ class FunctionNode(_Plain):
 
     kind: Literal["function"] = "function"
     block_mask_shape: tuple[Count, ...] | None = None
+    per_batch: bool = True
+    per_head: bool = True
+
+
+class AnyNode(_Plain):
+    """A disjunction: some part must allow; each part is a conjunction."""
+
+    kind: Literal["any"] = "any"
+    parts: tuple[tuple[MaskNode, ...], ...]
+
+
+class NotNode(_Plain):
+    """A negation: the conjunction `part` must not allow."""
+
+    kind: Literal["not"] = "not"
+    part: tuple[MaskNode, ...]
 
 
 MaskNode = Annotated[
-    CausalNode | WindowNode | DocumentsNode | KeyPaddingNode | PrefixNode | DenseNode | FunctionNode,
+    CausalNode
+    | WindowNode
+    | DocumentsNode
+    | KeyPaddingNode
+    | PrefixNode
+    | DenseNode
+    | FunctionNode
+    | AnyNode
+    | NotNode,
     Field(discriminator="kind"),
 ]
+AnyNode.model_rebuild()
+NotNode.model_rebuild()
 
 
 class DenseBias(_Plain):
@@ -124,12 +159,17 @@ class AlibiBias(_Plain):
     """One slope per head times minus the distance between query and key."""
 
     kind: Literal["alibi"] = "alibi"
+    requires_grad: bool = False
 
 
 class FunctionBias(_Plain):
-    """A score_mod: any change of a score from its value and position."""
+    """A score_mod: any change of a score from its value and position.
+
+    `requires_grad`: it reads a tensor that requires grad.
+    """
 
     kind: Literal["function"] = "function"
+    requires_grad: bool = False
 
 
 Bias = Annotated[DenseBias | AlibiBias | FunctionBias, Field(discriminator="kind")]
@@ -145,10 +185,15 @@ class Strides(_Plain):
 
 
 class Context(_Plain):
-    """What surrounds the call: compilation, capture, transforms, distribution."""
+    """What surrounds the call: compilation, capture, transforms, distribution.
+
+    `dispatch_mode`: a TorchDispatchMode is active, which sees every operator and keeps torch.compile from
+    compiling.
+    """
 
     compiled: bool = False
     cuda_graph: bool = False
+    dispatch_mode: bool = False
     dynamic: tuple[Dynamic, ...] = ()
     transform: Transform | None = None
     distributed: Distributed | None = None

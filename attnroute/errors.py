@@ -49,6 +49,10 @@ class NoBackendError(AttnRouteError, RuntimeError):
         self.decision = decision
 
 
+class NotCompiledError(AttnRouteError, RuntimeError):
+    """The selected backend must be compiled and cannot be: run uncompiled, it would hold all scores."""
+
+
 class QuadraticAttentionWarning(UserWarning):
     """The selected backend materialises seqlen_q x seqlen_kv scores; the message names the bytes."""
 

@@ -28,6 +28,7 @@ Feature = Literal[
     "documents",
     "key_padding",
     "prefix",
+    "combined_mask",
     "dense_mask",
     "function_mask",
     "dense_bias",
@@ -52,7 +53,9 @@ Feature = Literal[
 ]
 Repair = Literal[
     "recognize_mask",
+    "from_varlen",
     "to_varlen",
+    "sink_from_lse",
     "expand_kv",
     "pad_head_dim",
     "contiguous",

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from attnroute.call import (
     AlibiBias,
+    AnyNode,
     Call,
     CausalNode,
     Context,
@@ -15,6 +16,7 @@ from attnroute.call import (
     FunctionBias,
     FunctionNode,
     KeyPaddingNode,
+    NotNode,
     PrefixNode,
     Strides,
     WindowNode,
@@ -33,25 +35,43 @@ TENSOR = {
     "aligned": st.booleans(),
     "empty_rows": st.sampled_from(["none", "some", "unknown"]),
 }
-NODES = st.one_of(
+RECOGNIZED = st.one_of(
     CAUSAL,
     st.builds(WindowNode, left=st.none() | COUNTS, right=st.none() | COUNTS, alignment=ALIGNMENTS),
-    st.builds(DocumentsNode, lengths=LENGTHS, contiguous=st.booleans()),
+    st.builds(DocumentsNode, lengths=LENGTHS, contiguous=st.booleans(), cross=st.booleans()),
     st.builds(KeyPaddingNode, lengths=LENGTHS, side=st.sampled_from(["right", "left", "any"])),
-    st.builds(PrefixNode, lengths=LENGTHS),
-    st.builds(DenseNode, **TENSOR, recognized=st.none() | st.lists(CAUSAL, max_size=3).map(tuple)),
-    st.builds(FunctionNode, block_mask_shape=st.none() | SHAPES),
+    st.builds(PrefixNode, lengths=LENGTHS, alignment=ALIGNMENTS),
 )
+SIMPLE = st.one_of(
+    RECOGNIZED,
+    st.builds(DenseNode, **TENSOR, recognized=st.none() | st.lists(RECOGNIZED, max_size=3).map(tuple)),
+    st.builds(
+        FunctionNode,
+        block_mask_shape=st.none() | SHAPES,
+        per_batch=st.booleans(),
+        per_head=st.booleans(),
+    ),
+)
+
+
+def _combined(inner):
+    parts = st.lists(inner, max_size=3).map(tuple)
+    either = st.builds(AnyNode, parts=st.lists(parts, max_size=3).map(tuple))
+    return either | st.builds(NotNode, part=parts)
+
+
+NODES = st.recursive(SIMPLE, _combined, max_leaves=4)
 BIASES = st.one_of(
     st.none(),
-    st.builds(AlibiBias),
-    st.builds(FunctionBias),
+    st.builds(AlibiBias, requires_grad=st.booleans()),
+    st.builds(FunctionBias, requires_grad=st.booleans()),
     st.builds(DenseBias, dtype=st.sampled_from(DTYPES), **TENSOR),
 )
 CONTEXTS = st.builds(
     Context,
     compiled=st.booleans(),
     cuda_graph=st.booleans(),
+    dispatch_mode=st.booleans(),
     dynamic=st.lists(st.sampled_from(["batch", "seqlen_q", "seqlen_kv"]), max_size=3).map(tuple),
     transform=st.sampled_from([None, "double_backward", "forward_ad", "vmap", "export"]),
     distributed=st.sampled_from([None, "dtensor", "context_parallel"]),

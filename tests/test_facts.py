@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from mask_objects import combined
 from strategies import allowed_of, calls, readable_masks, small_call
+from strategies import combined as nested
 
-from attnroute import masks
 from attnroute.call import (
     AlibiBias,
+    AnyNode,
     Call,
     CausalNode,
     Context,
@@ -20,12 +21,14 @@ from attnroute.call import (
     FunctionBias,
     FunctionNode,
     KeyPaddingNode,
+    NotNode,
     PrefixNode,
     Strides,
     WindowNode,
 )
 from attnroute.facts import FACTS, UNKNOWN, Varies, alignment_of, empty_rows_of, facts_of
 from attnroute.masks.nodes import Extent
+from attnroute.masks.normalize import normalize
 
 SQUARE = Call(
     dtype="bfloat16",
@@ -75,6 +78,8 @@ def test_the_facts_of_a_plain_call():
         "head_dim_v": 128,
         "head_dim_max": 192,
         "head_dims_equal": False,
+        "head_dims_power_of_two": False,
+        "gqa_ratio_power_of_two": True,
         "layout": "bhsd",
         "phase": "inference",
         "scale": "positive",
@@ -84,6 +89,8 @@ def test_the_facts_of_a_plain_call():
         "documents": False,
         "key_padding": False,
         "prefix": False,
+        "combined_mask": False,
+        "documents_cross": False,
         "dense_mask": False,
         "function_mask": False,
         "band_only": True,
@@ -112,6 +119,7 @@ def test_the_facts_of_a_plain_call():
         "kv_heads_expanded": False,
         "compiled": False,
         "cuda_graph": False,
+        "dispatch_mode": False,
         "transform": "none",
         "distributed": "none",
     }
@@ -145,7 +153,33 @@ SURROUNDED = Context(compiled=True, cuda_graph=True, transform="vmap", distribut
         ({"mask": (WindowNode(left=3), TOP_LEFT)}, {"window_right_open": False, "causal": True}),
         ({"mask": (DocumentsNode(),)}, {"documents": True, "band_only": False}),
         ({"mask": (KeyPaddingNode(),)}, {"key_padding": True, "empty_rows": "unknown"}),
-        ({"mask": (PrefixNode(),)}, {"prefix": True, "causal": False}),
+        ({"mask": (PrefixNode(),)}, {"prefix": True, "causal": False, "alignment": "square"}),
+        ({"head_dim_qk": 128}, {"head_dims_power_of_two": True}),
+        ({"num_heads_q": 24}, {"gqa_ratio_power_of_two": False}),
+        ({"num_heads_q": 0, "num_heads_kv": 0}, {"gqa_ratio_power_of_two": False}),
+        (
+            {"mask": (AnyNode(parts=((TOP_LEFT, WindowNode(left=1)), (PrefixNode(), KeyPaddingNode()))),)},
+            {"combined_mask": True, "causal": False, "window": False, "prefix": False, "key_padding": False},
+        ),
+        (
+            {"mask": (AnyNode(parts=((BOTTOM_RIGHT,), (DocumentsNode(),))),)},
+            {"alignment": "none", "documents": False, "band_only": False, "window_right_open": False},
+        ),
+        # A kernel that evaluates a combination reads its tensors and calls its functions, but is handed none.
+        (
+            {"mask": (NotNode(part=(AnyNode(parts=((STRIDED,), (TOP_LEFT,))),)),)},
+            {"combined_mask": True, "dense_mask": True, "function_mask": False, "mask_has_query_dim": False},
+        ),
+        (
+            {"mask": (NotNode(part=(AnyNode(parts=((STRIDED,), (TOP_LEFT,))),)),)},
+            {"mask_last_dim_contiguous": True, "mask_aligned": True, "mask_rank_2_or_4": True},
+        ),
+        ({"mask": (NotNode(part=(FunctionNode(),)),)}, {"function_mask": True, "dense_mask": False}),
+        (
+            {"mask": (DocumentsNode(cross=True), TOP_LEFT), "layout": "thd", "batch": 1},
+            {"documents_cross": True, "alignment": "top_left", "empty_rows": "unknown", "causal": True},
+        ),
+        ({"mask": (DocumentsNode(), BOTTOM_RIGHT)}, {"documents_cross": False, "alignment": "square"}),
         ({"mask": (FunctionNode(),)}, {"function_mask": True, "empty_rows": "unknown"}),
         ({"mask": (STRIDED,)}, {"mask_last_dim_contiguous": False, "mask_has_query_dim": True}),
         (
@@ -199,6 +233,10 @@ def test_facts_follow_the_call(changes, facts):
         (256, (WindowNode(left=1, alignment="bottom_right"),), "bottom_right"),
         (256, (WindowNode(left=1, alignment="bottom_right"), BOTTOM_RIGHT), "bottom_right"),
         (256, (TOP_LEFT, BOTTOM_RIGHT), "mixed"),
+        (256, (PrefixNode(alignment="bottom_right"),), "bottom_right"),
+        (256, (PrefixNode(), BOTTOM_RIGHT), "mixed"),
+        (256, (NotNode(part=(BOTTOM_RIGHT,)), TOP_LEFT), "top_left"),
+        (192, (DocumentsNode(cross=True), BOTTOM_RIGHT), "bottom_right"),
     ],
 )
 def test_alignment(seqlen_kv, nodes, alignment):
@@ -238,13 +276,13 @@ def _hold_against(said, rows):
     assert said != ("none" if has_empty else "some")
 
 
-@given(st.data(), st.integers(1, 3), LENGTHS, LENGTHS)
-def test_empty_rows_never_contradict_the_materialised_mask(data, batch, seqlen_q, seqlen_kv):
-    mask = data.draw(_objects(batch, seqlen_q, seqlen_kv))
+@given(st.data(), st.integers(1, 2), LENGTHS, LENGTHS)
+def test_empty_rows_never_contradict_what_a_mask_object_allows(data, batch, seqlen_q, seqlen_kv):
+    mask, allowed = data.draw(combined(batch, seqlen_q, seqlen_kv))
     nodes = mask.describe(Extent(batch, 2, seqlen_q, seqlen_kv))
-    dense = mask.materialize(seqlen_q, seqlen_kv, batch=batch, num_heads_q=2)
     call = small_call(_looked_at(nodes, mask), batch, seqlen_q, seqlen_kv)
-    _hold_against(empty_rows_of(call), dense.flatten(0, 2))
+    for said in (call, normalize(call)):
+        _hold_against(empty_rows_of(said), allowed.flatten(0, 2))
 
 
 def _looked_at(nodes, mask):
@@ -259,35 +297,15 @@ def _looked_at(nodes, mask):
     return tuple(found)
 
 
-@st.composite
-def _objects(draw, batch, seqlen_q, seqlen_kv):
-    alignment = st.sampled_from(["top_left", "bottom_right"])
-    beside = st.none() | st.integers(0, 6)
-    counts = st.lists(st.integers(0, seqlen_kv), min_size=batch, max_size=batch)
-    shape = st.sampled_from(
-        [(seqlen_kv,), (seqlen_q, seqlen_kv), (batch, 2, seqlen_q, seqlen_kv), (batch, 1, 1, 1)]
-    )
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    parts = [
-        st.builds(masks.Causal, alignment),
-        st.builds(masks.Window, beside, beside, alignment),
-        st.builds(masks.KeyPadding, lengths=counts),
-        st.builds(masks.KeyPadding, left=counts),
-        st.builds(masks.KeyPadding, lengths=counts.map(torch.tensor)),
-        shape.map(lambda size: masks.Dense(torch.rand(size, generator=generator) < 0.7)),
-    ]
-    drawn = draw(st.lists(st.one_of(parts), min_size=1, max_size=3))
-    return drawn[0] if len(drawn) == 1 else masks.All(tuple(drawn))
-
-
 @pytest.mark.parametrize(
     ("nodes", "seqlen_kv", "bias", "said"),
     [
         # Each part leaves every query a key, both together do not.
-        ((TOP_LEFT, WindowNode(left=0, alignment="bottom_right")), 256, None, "unknown"),
+        ((TOP_LEFT, WindowNode(left=0, alignment="bottom_right")), 256, None, "some"),
         ((TOP_LEFT,), 192, DenseBias(dtype="float32", shape=(192, 192), empty_rows="none"), "unknown"),
         ((TOP_LEFT, DenseNode(shape=(192, 192), empty_rows="none")), 192, None, "unknown"),
-        ((TOP_LEFT, KeyPaddingNode(lengths=(1, 1), side="left")), 192, None, "unknown"),
+        ((TOP_LEFT, KeyPaddingNode(lengths=(1, 1), side="left")), 192, None, "some"),
+        ((TOP_LEFT, KeyPaddingNode(side="left")), 192, None, "unknown"),
         # What is known to leave the first key, or the diagonal, leaves it together too.
         ((TOP_LEFT, KeyPaddingNode(lengths=(1, 1))), 256, None, "none"),
         ((TOP_LEFT, PrefixNode(lengths=(1, 2)), KeyPaddingNode(lengths=(1, 1))), 192, None, "none"),
@@ -300,6 +318,43 @@ def _objects(draw, batch, seqlen_q, seqlen_kv):
         ((), 192, DenseBias(dtype="float32", shape=(192, 192), empty_rows="none"), "none"),
         ((), 192, DenseBias(dtype="float32", shape=(192, 192)), "unknown"),
         ((BOTTOM_RIGHT,), 100, None, "some"),
+        ((PrefixNode(lengths=(1, 0), alignment="bottom_right"),), 100, None, "some"),
+        ((PrefixNode(lengths=(1, 2), alignment="bottom_right"),), 100, None, "none"),
+        ((PrefixNode(alignment="bottom_right"),), 100, None, "unknown"),
+        # One alternative that leaves every query a key is enough.
+        ((AnyNode(parts=((FunctionNode(),), (TOP_LEFT,))),), 192, None, "none"),
+        ((AnyNode(parts=((FunctionNode(),), (TOP_LEFT,))), TOP_LEFT), 192, None, "none"),
+        (
+            (AnyNode(parts=((FunctionNode(),), (KeyPaddingNode(lengths=(1, 1)),))), TOP_LEFT),
+            256,
+            None,
+            "none",
+        ),
+        ((AnyNode(parts=((FunctionNode(),), (BOTTOM_RIGHT,))),), 100, None, "unknown"),
+        ((AnyNode(parts=((BOTTOM_RIGHT,), (NotNode(part=(BOTTOM_RIGHT,)),))),), 100, None, "unknown"),
+        ((AnyNode(parts=((BOTTOM_RIGHT,),)),), 100, None, "some"),
+        ((AnyNode(parts=()),), 192, None, "some"),
+        # What a node allows all of, its negation leaves nothing of.
+        ((NotNode(part=()),), 192, None, "some"),
+        ((NotNode(part=(TOP_LEFT,)),), 192, None, "some"),
+        ((NotNode(part=(TOP_LEFT,)),), 193, None, "none"),
+        ((NotNode(part=(BOTTOM_RIGHT,)),), 256, None, "some"),
+        ((NotNode(part=(WindowNode(left=3, right=3),)),), 192, None, "none"),
+        ((NotNode(part=(WindowNode(left=100, right=100),)),), 192, None, "some"),
+        ((NotNode(part=(WindowNode(left=400, right=0),)),), 300, None, "none"),
+        ((NotNode(part=(WindowNode(left=10, right=500, alignment="bottom_right"),)),), 256, None, "none"),
+        ((NotNode(part=(KeyPaddingNode(lengths=(0, 191)),)),), 192, None, "none"),
+        ((NotNode(part=(KeyPaddingNode(lengths=(0, 192)),)),), 192, None, "some"),
+        ((NotNode(part=(DocumentsNode(lengths=(191, 1)),)),), 192, None, "none"),
+        ((NotNode(part=(DocumentsNode(),)),), 192, None, "unknown"),
+        ((NotNode(part=(PrefixNode(lengths=(5, 6)),)),), 193, None, "none"),
+        ((NotNode(part=(PrefixNode(lengths=(5, 193)),)),), 193, None, "some"),
+        ((NotNode(part=(FunctionNode(),)),), 192, None, "unknown"),
+        ((NotNode(part=(FunctionNode(), WindowNode(left=3, right=3))),), 192, None, "none"),
+        ((NotNode(part=(AnyNode(parts=((FunctionNode(),), (TOP_LEFT,))),)),), 192, None, "some"),
+        ((NotNode(part=(NotNode(part=(TOP_LEFT,)),)),), 192, None, "none"),
+        # Per document, nobody said how long queries and keys are.
+        ((DocumentsNode(cross=True), TOP_LEFT), 192, None, "unknown"),
         ((KeyPaddingNode(lengths=(0, 5)),), 192, None, "some"),
         ((), 0, None, "some"),
     ],
@@ -318,19 +373,15 @@ def test_where_there_are_no_rows_none_is_empty(size, nodes):
 @given(st.data(), st.integers(1, 2), LENGTHS, LENGTHS)
 @example(None, 1, 3, 3)
 def test_empty_rows_hold_for_every_length_that_may_come(data, batch, seqlen_q, seqlen_kv):
-    """A band is the only part whose description stays the same when lengths change."""
-    band = st.lists(
-        st.one_of(
-            st.builds(CausalNode, alignment=st.sampled_from(["top_left", "bottom_right"])),
-            st.builds(
-                WindowNode,
-                left=st.none() | st.integers(0, 3),
-                right=st.none() | st.integers(0, 3),
-                alignment=st.sampled_from(["top_left", "bottom_right"]),
-            ),
-        ),
-        max_size=2,
+    """A band or prefix is the only part whose description stays the same when lengths change."""
+    alignment = st.sampled_from(["top_left", "bottom_right"])
+    beside = st.none() | st.integers(0, 3)
+    simple = st.one_of(
+        st.builds(CausalNode, alignment=alignment),
+        st.builds(WindowNode, left=beside, right=beside, alignment=alignment),
+        st.builds(PrefixNode, lengths=st.just((1,) * batch), alignment=alignment),
     )
+    band = st.lists(simple | nested(simple), max_size=2)
     nodes = (TOP_LEFT, WindowNode(left=0)) if data is None else tuple(data.draw(band))
     varying = small_call(
         nodes, batch, seqlen_q, seqlen_kv, context=Context(dynamic=("seqlen_q", "seqlen_kv"))

@@ -29,7 +29,7 @@ def test_a_rendered_line_is_one_line_of_the_listed_words(call: Call) -> None:
     assert "\n" not in line
     assert "  " not in line
     listed = {name for forms in WORDS for name in re.findall(r"(?<![\w=:,/-])[a-z][a-z_-]*", forms)}
-    assert {re.split(r"[=:\d]", word)[0] for word in line.split()} <= listed
+    assert set(re.findall(r"(?:(?<=[ (+|])|^)[a-z][a-z_-]*", line)) - {"full"} <= listed
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,14 @@ def test_a_rendered_line_is_one_line_of_the_listed_words(call: Call) -> None:
         "fp16 b1 hq8 hkv8 sq1 skv4096 d192/128 bshd causal=bottom_right window=4095,0,bottom_right",
         "fp32 b1 hq8 hkv8 sq64 skv64 d64 documents=1000,3096 keys=100,37 keys-left=1 prefix=3",
         "fp8e4 b1 hq8 hkv8 sq64 skv64 d64 dense=1x1x64x64:unaligned:empty=none:recognized=causal",
+        "bf16 b1 hq8 hkv8 sq64 skv64 d64 dense=64:recognized=(documents=3,61:scattered+causal=bottom_right)",
+        "bf16 b1 hq8 hkv8 sq64 skv64 d64 dense=64x64:recognized=full dense=64:recognized=keys=0",
+        "bf16 b1 hq8 hkv8 sq64 skv128 d64 thd documents:cross causal=bottom_right prefix=3,5:bottom_right",
+        "bf16 b1 hq8 hkv8 sq64 skv64 d64 any(causal+window=3,0|prefix) not(causal) causal",
+        "bf16 b1 hq8 hkv8 sq64 skv64 d64 any(not(any(causal|keys=3))+function:no_head|full) any() not(full)",
+        "bf16 b1 hq8 hkv8 sq64 skv64 d64 any(dense=64x64:grad:recognized=(causal+keys=3)|function:no_batch)",
+        "bf16 b1 hq8 hkv8 sq64 skv64 d64 alibi:grad",
+        "bf16 b1 hq8 hkv8 sq64 skv64 d64 function_bias:grad",
         "bf16 b1 hq8 hkv8 sq64 skv64 d64 bias=fp32:1x1x64x64:grad softcap=30 dropout=0.1 train qkv_grad",
         "bf16 b1 hq8 hkv8 sq64 skv64 d64 unpacked compiled graph double_backward dynamic=seqlen_q,seqlen_kv",
     ],
@@ -84,6 +92,19 @@ def test_a_window_of_one_number_counts_the_diagonal() -> None:
         ("dense", "words like dense=2x1x100x100"),
         ("dense=1x1:gard", "words like dense=2x1x100x100"),
         ("causal:grad", "words like causal or causal=bottom_right"),
+        ("any(causal", 'words like any(causal+window=3,0|prefix); got "any(causal"'),
+        ("any(causal))", 'words like any(causal+window=3,0|prefix); got "any(causal))"'),
+        ("any(causal|)", 'got "any(causal|)"'),
+        ("any", 'got "any"'),
+        ("not()", 'words like not(causal+documents); got "not()"'),
+        ("not(causal)keys", 'words like not(causal+documents); got "not(causal)keys"'),
+        ("not(any(window=3,0|casual))", 'got "casual"; did you mean "causal"'),
+        ("any(window=a|causal)", 'words like window=4095,0 or window=open,0,bottom_right; got "window=a"'),
+        ("not(alibi)", 'a mask requires words that it knows; got "alibi"'),
+        ("any(causal=lower)", '"causal=lower" requires'),
+        ("dense=1x1:recognized=dense=1x1", "recognized.0"),
+        ("prefix=3:top", "words like prefix or prefix=10,20"),
+        ("documents:near", "words like documents or documents=1000,3096"),
         ("causal=lower", '"causal=lower" requires'),
         ("dropout=much", "words like softcap=30, sink, dropout=0.1"),
         ("dropout=1.5", "dropout_p: Input should be less than 1"),

@@ -14,6 +14,7 @@ from attnroute.errors import argument_error
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attnroute.masks.lowered import LoweredMask
     from attnroute.masks.nodes import Extent
 
 _ALIGNMENTS = ("top_left", "bottom_right")
@@ -29,6 +30,14 @@ def alignment(value: str) -> None:
     if value not in _ALIGNMENTS:
         to_do = "state which corner the diagonal ends in"
         raise argument_error("alignment", 'one of "top_left" and "bottom_right"', repr(value), to_do)
+
+
+def one_diagonal(name: str, into: LoweredMask) -> None:
+    """A band has one diagonal: it cannot stand beside documents that have one each."""
+    if into.diagonal is not None or into.cu_seqlens_kv is not None:
+        required = "documents whose queries and keys have the same lengths beside it"
+        to_do = "pass is_causal or window, which mean the diagonal of each document"
+        raise argument_error(f"mask {name}", required, "a ragged batch of other lengths", to_do)
 
 
 def counts(name: str, values: Any) -> tuple[int, ...]:
@@ -65,8 +74,10 @@ def bools(name: str, tensor: Any, to_do: str) -> None:
         raise argument_error(name, "a bool tensor", got, to_do)
 
 
-def documents(lengths: tuple[int, ...] | None, ids: Tensor | None, extent: Extent) -> None:
-    """As many queries as keys, and lengths or ids that fill them."""
+def documents(
+    lengths: tuple[int, ...] | None, per_token: Mapping[str, Tensor | None], extent: Extent
+) -> None:
+    """As many queries as keys, and lengths, or values per token, that fill them."""
     seqlen = extent.seqlen_kv
     if extent.seqlen_q != seqlen:
         got = f"seqlen_q = {extent.seqlen_q}, seqlen_kv = {seqlen}"
@@ -76,10 +87,11 @@ def documents(lengths: tuple[int, ...] | None, ids: Tensor | None, extent: Exten
         got = f"{lengths} with sum {sum(lengths)}"
         to_do = "add the missing tokens as a document of their own"
         raise argument_error("mask Documents lengths", f"a sum of seqlen = {seqlen}", got, to_do)
-    if ids is not None and tuple(ids.shape) not in ((seqlen,), (1, seqlen), (extent.batch, seqlen)):
-        required = f"shape ({seqlen},) or ({extent.batch}, {seqlen})"
-        to_do = "give every token the id of its document"
-        raise argument_error("mask Documents ids", required, tuple(ids.shape), to_do)
+    for name, tensor in per_token.items():
+        if tensor is not None and tuple(tensor.shape) not in ((seqlen,), (1, seqlen), (extent.batch, seqlen)):
+            required = f"shape ({seqlen},) or ({extent.batch}, {seqlen})"
+            to_do = "give every token its " + ("position" if name == "position_ids" else "document's id")
+            raise argument_error(f"mask Documents {name}", required, tuple(tensor.shape), to_do)
 
 
 def prefix_sums(sums: Tensor, seqlen: int) -> None:
@@ -93,17 +105,53 @@ def prefix_sums(sums: Tensor, seqlen: int) -> None:
 
 
 def key_padding(
-    given: Mapping[str, Sequence[int] | Tensor | None], keep: Tensor | None, extent: Extent
+    given: Mapping[str, Sequence[int] | Tensor | None],
+    keep: Tensor | None,
+    extent: Extent,
+    *,
+    node: str = "KeyPadding",
 ) -> None:
     """One entry per batch row, and a count no larger than seqlen_kv."""
     for name, value in given.items():
         if value is not None and len(value) != extent.batch:
             required = f"one entry per batch row ({extent.batch})"
-            raise argument_error(f"mask KeyPadding {name}", required, len(value), "pass one count per row")
+            raise argument_error(f"mask {node} {name}", required, len(value), "pass one count per row")
         if isinstance(value, tuple) and any(n > extent.seqlen_kv for n in value):
             required = f"counts from 0 to seqlen_kv = {extent.seqlen_kv}"
-            raise argument_error(f"mask KeyPadding {name}", required, value, "count keys, not queries")
+            raise argument_error(f"mask {node} {name}", required, value, "count keys, not queries")
     full = (extent.batch, extent.seqlen_kv)
     if keep is not None and tuple(keep.shape) != full:
         to_do = "pass one bool per key and batch row"
         raise argument_error("mask KeyPadding keep", f"shape {full}", tuple(keep.shape), to_do)
+
+
+def function(name: str, value: object) -> None:
+    """Something that can be called."""
+    if not callable(value):
+        raise argument_error(name, "a function", type(value).__name__, "pass a mask_mod or score_mod")
+
+
+def blocks(value: Any) -> None:
+    """A BlockMask of torch, told by what it holds."""
+    if not all(hasattr(value, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod")):
+        to_do = "make one with create_block_mask, or pass the function as masks.Function(mask_mod)"
+        raise argument_error("mask Blocks", "a BlockMask of torch", type(value).__name__, to_do)
+
+
+def block_lengths(mask: Any) -> tuple[int, int]:
+    """Return the lengths that a BlockMask was made for; the first releases of it only know whole blocks."""
+    lengths = getattr(mask, "seq_lengths", None)
+    seqlen_q, seqlen_kv = mask.shape[-2:] if lengths is None else lengths
+    return int(seqlen_q), int(seqlen_kv)
+
+
+def block_mask(mask: Any, extent: Extent) -> None:
+    """Lengths, batch and heads of a BlockMask must be those of the call, batch and heads of 1 aside."""
+    lengths = block_lengths(mask)
+    full = (extent.batch, extent.num_heads_q)
+    if lengths != (extent.seqlen_q, extent.seqlen_kv):
+        required = f"a BlockMask made for seqlen_q = {extent.seqlen_q}, seqlen_kv = {extent.seqlen_kv}"
+        raise argument_error("mask", required, lengths, "make one with create_block_mask for these lengths")
+    if any(n not in (1, m) for n, m in zip(mask.shape[:2], full, strict=True)):
+        required = f"a BlockMask for 1 or {full[0]} batch rows and 1 or {full[1]} heads"
+        raise argument_error("mask", required, tuple(mask.shape[:2]), "make one for this batch and heads")

@@ -1,29 +1,31 @@
 """Mask objects: who may attend whom, as things that can be read and combined instead of as tensors.
 
-A mask is a node or a conjunction of nodes made with `&`. Importing this module loads no torch. Each node can
+A mask is a node, or nodes combined with `&`, `|` and `~`. Importing this module loads no torch. Each node can
 say itself as plain data for a decision (`describe`), add itself to the form executors read (`lower`), and
 become a bool tensor (`materialize`).
+
+Masks are equal when they are made of the same nodes in the same order. Numbers are compared by value, tensors
+and functions by identity, because nobody waits for a device to compare what tensors hold.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, Union
 
-from attnroute.call import CausalNode, DocumentsNode, KeyPaddingNode, MaskNode, WindowNode
+from attnroute.call import AnyNode, MaskNode, NotNode
 from attnroute.errors import argument_error
-from attnroute.masks import checks
+from attnroute.masks.identity import identity, said
 from attnroute.masks.lowered import FULL, LoweredMask
+from attnroute.masks.meet import NOBODY, meet
+from attnroute.masks.normalize import Sizes, alive, conjunction
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from attnroute.vocabulary import Alignment
-
-    Lengths = Sequence[int] | Tensor
+Lengths: TypeAlias = Union[Sequence[int], "Tensor"]
 
 
 class Extent(NamedTuple):
@@ -35,9 +37,17 @@ class Extent(NamedTuple):
     seqlen_kv: int
     device: Any = None
 
+    @property
+    def is_empty(self) -> bool:
+        """There is no pair of a query and a key, and so nothing to mask."""
+        return 0 in (self.seqlen_q, self.seqlen_kv)
+
 
 class Mask(ABC):
-    """Base of every mask object."""
+    """Base of every mask object: a frozen dataclass with ``eq=False, repr=False``: both come from here."""
+
+    _shown: ClassVar[tuple[str, ...]] = ()
+    """The fields that `repr` shows by position; it names the others, and leaves out their defaults."""
 
     @property
     def nodes(self) -> tuple[Mask, ...]:
@@ -54,6 +64,36 @@ class Mask(ABC):
         if not isinstance(other, Mask):
             return NotImplemented
         return All((*self.nodes, *other.nodes))
+
+    def __or__(self, other: Mask) -> Mask:
+        """One of both must allow."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Either((*_alternatives(self), *_alternatives(other)))
+
+    def __invert__(self) -> Mask:
+        """What this mask allows is forbidden, and the reverse."""
+        return Not(self)
+
+    def __eq__(self, other: object) -> bool:
+        """The same nodes with the same numbers and the identical tensors and functions."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return type(self) is type(other) and _fields(self) == _fields(other)
+
+    def __hash__(self) -> int:
+        """Hash what `==` compares."""
+        return hash((type(self), _fields(self)))
+
+    def __repr__(self) -> str:
+        """Say it as it is written, of tensors only dtype and shape."""
+        parts = [said(getattr(self, name)) for name in self._shown]
+        own: Sequence[Field[Any]] = fields(self) if is_dataclass(self) else ()
+        for field in own:
+            value = getattr(self, field.name)
+            if field.name not in self._shown and identity(value) != identity(field.default):
+                parts.append(f"{field.name}={said(value)}")
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     @abstractmethod
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
@@ -93,21 +133,52 @@ class Mask(ABC):
         return materialize(self.lower(FULL, extent), extent)
 
 
-@dataclass(frozen=True)
-class All(Mask):
-    """A conjunction."""
+def _fields(mask: Mask) -> object:
+    return tuple((name, identity(value)) for name, value in vars(mask).items())
+
+
+class _Combined(Mask):
+    """A combination of parts, which hold its tensors and checks."""
+
+    @property
+    @abstractmethod
+    def members(self) -> tuple[Mask, ...]:
+        """The masks that are combined."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every part's tensors."""
+        return tuple(t for part in self.members for t in part.tensors)
+
+    def key(self) -> object:
+        """Return the parts' keys."""
+        return (type(self).__name__, *(part.key() for part in self.members))
+
+    def check(self, extent: Extent) -> None:
+        """Check every part."""
+        for part in self.members:
+            part.check(extent)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class All(_Combined):
+    """A conjunction, as `&` makes it. Of no parts, it allows everything."""
 
     parts: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        """Every part must be a mask."""
+        _check_parts("All", self.parts)
+
+    @property
+    def members(self) -> tuple[Mask, ...]:
+        """The parts."""
+        return self.parts
 
     @property
     def nodes(self) -> tuple[Mask, ...]:
         """The parts, those of conjunctions among them laid open."""
         return tuple(node for part in self.parts for node in part.nodes)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Every part's tensors."""
-        return tuple(t for part in self.parts for t in part.tensors)
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return every part's data in order."""
@@ -119,270 +190,117 @@ class All(Mask):
             into = part.lower(into, extent)
         return into
 
-    def key(self) -> object:
-        """Return the parts' keys."""
-        return tuple(part.key() for part in self.parts)
+    def __repr__(self) -> str:
+        """Say it as it is written."""
+        if len(self.parts) < 2:
+            return f"All({self.parts!r})"
+        return " & ".join(f"({part!r})" if isinstance(part, Either) else repr(part) for part in self.parts)
 
-    def check(self, extent: Extent) -> None:
-        """Check every part."""
-        for part in self.parts:
-            part.check(extent)
-        documents = sum(isinstance(part, Documents) for part in self.nodes)
-        if documents > 1:
-            to_do = "combine the ids into one node"
-            raise argument_error("mask", "at most one Documents node", documents, to_do)
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Either(_Combined):
+    """A disjunction, as `|` makes it. Of no parts, it allows nothing."""
+
+    parts: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        """Every part must be a mask."""
+        _check_parts("Either", self.parts)
+
+    @property
+    def members(self) -> tuple[Mask, ...]:
+        """The parts."""
+        return self.parts
+
+    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
+        """Return one node that holds every part's data."""
+        return (AnyNode(parts=tuple(part.describe(extent) for part in self.parts)),)
+
+    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
+        """Add one disjunction of the parts that matter, so that it holds no more than a decision was told."""
+        return meet(into, prepared(self, extent, lambda: self._lowered(extent)))
+
+    def _lowered(self, extent: Extent) -> LoweredMask:
+        found = alive([part.describe(extent) for part in self.parts], sizes_of(extent))
+        if found is None:
+            return FULL
+        lowered = tuple(self.parts[place].lower(FULL, extent) for place, _ in found)
+        if len(lowered) < 2:
+            return lowered[0] if lowered else NOBODY
+        return LoweredMask(either=(lowered,))
 
     def __repr__(self) -> str:
         """Say it as it is written."""
-        return " & ".join(map(repr, self.parts))
+        return f"Either({self.parts!r})" if len(self.parts) < 2 else " | ".join(map(repr, self.parts))
 
 
-@dataclass(frozen=True)
-class Causal(Mask):
-    """Query i may attend key j only if j <= i + offset.
+@dataclass(frozen=True, eq=False, repr=False)
+class Not(_Combined):
+    """A negation, as `~` makes it."""
 
-    Args:
-        alignment: "top_left" (offset 0, as scaled_dot_product_attention) or "bottom_right" (offset seqlen_kv
-            - seqlen_q, as flash-attn; what cached decoding means).
-    """
-
-    alignment: Alignment = "top_left"
+    part: Mask
 
     def __post_init__(self) -> None:
-        """Check the alignment."""
-        checks.alignment(self.alignment)
-
-    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
-        """Return the causal node."""
-        return (CausalNode(alignment=self.alignment),)
-
-    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
-        """Close the band above the diagonal."""
-        return _narrow(into, None, _offset(self.alignment, extent))
-
-
-@dataclass(frozen=True)
-class Window(Mask):
-    """A sliding window around the diagonal.
-
-    Args:
-        left: How many keys before the diagonal may be attended, the diagonal not counted; None = all. A
-            configuration that says ``sliding_window = W`` means ``left = W - 1``.
-        right: How many keys after the diagonal; None = all. 0 makes the window causal.
-        alignment: Where the diagonal starts, as in `Causal`.
-    """
-
-    left: int | None
-    right: int | None = 0
-    alignment: Alignment = "top_left"
-
-    def __post_init__(self) -> None:
-        """Check the counts and the alignment."""
-        for name, value in (("left", self.left), ("right", self.right)):
-            if value is not None and not (isinstance(value, int) and value >= 0):
-                required, to_do = (
-                    "a count of at least 0, or None for no limit",
-                    "pass None to leave that side open",
-                )
-                raise argument_error(f"Window {name}", required, repr(value), to_do)
-        checks.alignment(self.alignment)
-
-    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
-        """Return the window node."""
-        return (WindowNode(left=self.left, right=self.right, alignment=self.alignment),)
-
-    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
-        """Narrow the band from both sides."""
-        offset = _offset(self.alignment, extent)
-        low = None if self.left is None else offset - self.left
-        high = None if self.right is None else offset + self.right
-        return _narrow(into, low, high)
-
-
-@dataclass(frozen=True, eq=False)
-class Documents(Mask):
-    """Packed documents: a query attends only keys of its own document.
-
-    Args:
-        lengths: Document lengths as Python ints, the same in every batch row; they sum to the sequence
-            length.
-        ids: Integer tensor (seqlen,) or (batch, seqlen): equal ids are one document.
-        cu_seqlens: Integer tensor (documents + 1,), prefix sums starting with 0 and ending with the
-            sequence length.
-    """
-
-    lengths: tuple[int, ...] | None = None
-    ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        """Check that exactly one form is given."""
-        given = [n for n in ("lengths", "ids", "cu_seqlens") if getattr(self, n) is not None]
-        if len(given) != 1:
-            raise argument_error(
-                "Documents", "exactly one of lengths, ids and cu_seqlens", given or "none", "pass one of them"
-            )
-        if self.lengths is not None:
-            object.__setattr__(self, "lengths", checks.counts("Documents lengths", self.lengths))
-        for name, dims in (("ids", (1, 2)), ("cu_seqlens", (1,))):
-            value = getattr(self, name)
-            if value is not None:
-                checks.integers(f"Documents {name}", value, dims)
-        if self.cu_seqlens is not None:
-            checks.at_least_two("Documents cu_seqlens", self.cu_seqlens)
+        """The part must be a mask."""
+        _check_parts("Not", (self.part,))
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The ids or the prefix sums."""
-        return tuple(t for t in (self.ids, self.cu_seqlens) if t is not None)
+    def members(self) -> tuple[Mask, ...]:
+        """The part."""
+        return (self.part,)
+
+    def __invert__(self) -> Mask:
+        """Two negations undo each other."""
+        return self.part
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
-        """Return the documents node; lengths only where no device needs to be asked."""
-        return (DocumentsNode(lengths=self.lengths, contiguous=self.ids is None),)
-
-    def key(self) -> object:
-        """Return what the description depends on."""
-        ids = None if self.ids is None else tuple(self.ids.shape)
-        cu_seqlens = None if self.cu_seqlens is None else tuple(self.cu_seqlens.shape)
-        return ("documents", self.lengths, ids, cu_seqlens)
-
-    def check(self, extent: Extent) -> None:
-        """Documents need as many queries as keys, and lengths that fill them."""
-        checks.documents(self.lengths, self.ids, extent)
-        if self.cu_seqlens is not None and self.cu_seqlens.device.type == "cpu":
-            checks.prefix_sums(self.cu_seqlens, extent.seqlen_kv)
+        """Return one node that holds the part's data."""
+        return (NotNode(part=self.part.describe(extent)),)
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
-        """Add one id per token, and the bounds where they are known."""
-        from attnroute.masks.tensors import cu_seqlens, document_ids
+        """Add one negation; a negation of a negation is what that negates."""
+        return meet(into, prepared(self, extent, lambda: self._lowered(extent)))
 
-        ids = document_ids(self, extent)
-        bounds = None
-        if self.lengths is not None:
-            bounds = (0, *(sum(self.lengths[: i + 1]) for i in range(len(self.lengths))))
-        return replace(
-            into,
-            document_ids_q=ids,
-            document_ids_kv=ids,
-            document_bounds=bounds,
-            cu_seqlens=cu_seqlens(self, extent),
-            max_seqlen=extent.seqlen_kv if self.lengths is None else max(self.lengths, default=0),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class KeyPadding(Mask):
-    """Per batch row, only some keys exist.
-
-    Args:
-        lengths: Keys that exist, counted from the start (padding on the right): ints or an integer tensor
-            (batch,).
-        left: Padding keys at the start (padding on the left): ints or an integer tensor (batch,).
-        keep: Bool tensor (batch, seqlen_kv), True where the key exists.
-    """
-
-    lengths: Lengths | None = None
-    left: Lengths | None = None
-    keep: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        """Check that exactly one form is given, and freeze Python sequences."""
-        given = [n for n in ("lengths", "left", "keep") if getattr(self, n) is not None]
-        if len(given) != 1:
-            raise argument_error(
-                "KeyPadding", "exactly one of lengths, left and keep", given or "none", "pass one of them"
-            )
-        for name in ("lengths", "left"):
-            value = getattr(self, name)
-            if checks.is_tensor(value):
-                checks.integers(f"KeyPadding {name}", value, (1,))
-            elif value is not None:
-                object.__setattr__(self, name, checks.counts(f"KeyPadding {name}", value))
-        if self.keep is not None:
-            checks.bools("KeyPadding keep", self.keep, "convert it with .bool()")
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The counts or flags, where they are tensors."""
-        return tuple(t for t in (self.lengths, self.left, self.keep) if checks.is_tensor(t))
-
-    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
-        """Return the key padding node; counts only where no device needs to be asked."""
-        if isinstance(self.lengths, tuple):
-            return (KeyPaddingNode(lengths=self.lengths, side="right"),)
-        if isinstance(self.left, tuple):
-            kept = tuple(max(extent.seqlen_kv - n, 0) for n in self.left)
-            return (KeyPaddingNode(lengths=kept, side="left"),)
-        side = "right" if self.lengths is not None else "left" if self.left is not None else "any"
-        return (KeyPaddingNode(side=side),)  # type: ignore[arg-type]
-
-    def key(self) -> object:
-        """Return what the description depends on."""
-        parts = (self.lengths, self.left, self.keep)
-        return ("key_padding", *(("shape", *p.shape) if checks.is_tensor(p) else p for p in parts))
-
-    def check(self, extent: Extent) -> None:
-        """There must be one entry per batch row, and a key count no larger than seqlen_kv."""
-        checks.key_padding({"lengths": self.lengths, "left": self.left}, self.keep, extent)
-
-    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
-        """Add which keys exist."""
-        from attnroute.masks.tensors import key_keep
-
-        keep = key_keep(self, extent)
-        return replace(into, key_keep=keep if into.key_keep is None else into.key_keep & keep)
-
-
-@dataclass(frozen=True, eq=False)
-class Dense(Mask):
-    """A bool tensor, True = attend, that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv)."""
-
-    tensor: Tensor
-
-    def __post_init__(self) -> None:
-        """Check the type; the shape is checked against a call."""
-        checks.bools("mask Dense", self.tensor, "pass a float tensor as bias")
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensor."""
-        return (self.tensor,)
-
-    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
-        """Return the dense node without looking into the tensor."""
-        from attnroute.masks.tensors import dense_node
-
-        return (dense_node(self.tensor, extent, look=False),)
-
-    def key(self) -> object:
-        """Return what the description depends on."""
-        from attnroute.masks.tensors import tensor_key
-
-        return ("dense", *tensor_key(self.tensor))
-
-    def check(self, extent: Extent) -> None:
-        """The tensor must be bool and broadcast."""
-        from attnroute.masks.tensors import check_dense
-
-        check_dense("mask", self.tensor, extent)
-
-    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
-        """Add the tensor."""
-        from attnroute.masks.tensors import as_4d
-
-        dense = as_4d(self.tensor)
-        return replace(into, dense=dense if into.dense is None else into.dense & dense)
+    def _lowered(self, extent: Extent) -> LoweredMask:
+        if allows_all(self, extent):
+            return FULL
+        inner = self.part.nodes
+        if len(inner) == 1 and isinstance(inner[0], Not):
+            return inner[0].part.lower(FULL, extent)
+        return LoweredMask(exclude=(self.part.lower(FULL, extent),))
 
     def __repr__(self) -> str:
-        """Name the shape, not the values."""
-        return f"Dense({tuple(self.tensor.shape)})"
+        """Say it as it is written."""
+        is_longer = isinstance(self.part, All | Either) and len(self.part.parts) > 1
+        return f"~({self.part!r})" if is_longer else f"~{self.part!r}"
 
 
-def _offset(alignment: str, extent: Extent) -> int:
-    return extent.seqlen_kv - extent.seqlen_q if alignment == "bottom_right" else 0
+def sizes_of(extent: Extent) -> Sizes:
+    """Return what simplifying a mask needs to know of the sizes that it is read at."""
+    return Sizes(extent.batch, extent.seqlen_q, extent.seqlen_kv)
 
 
-def _narrow(into: LoweredMask, low: int | None, high: int | None) -> LoweredMask:
-    lows = [n for n in (into.band_lo, low) if n is not None]
-    highs = [n for n in (into.band_hi, high) if n is not None]
-    return replace(into, band_lo=max(lows, default=None), band_hi=min(highs, default=None))
+def prepared(mask: Mask, extent: Extent, make: Callable[[], LoweredMask]) -> LoweredMask:
+    """Return what a mask is lowered to alone, made once as long as none of its tensors changes."""
+    # Importing torch here keeps mask objects usable where torch is not installed.
+    from attnroute.masks.tensors import prepare
+
+    return prepare(mask, extent, make)
+
+
+def allows_all(mask: Mask, extent: Extent) -> bool:
+    """Return whether a decision is told nothing of this mask, because it rules nothing out at these sizes.
+
+    What a decision was not told must not stand in the lowered mask: a kernel would take it for all there is.
+    """
+    return not conjunction(mask.describe(extent), sizes_of(extent))
+
+
+def _check_parts(name: str, parts: Any) -> None:
+    if not (isinstance(parts, tuple) and all(isinstance(part, Mask) for part in parts)):
+        got = [type(part).__name__ for part in parts] if isinstance(parts, list | tuple) else parts
+        raise argument_error(f"mask {name}", "a tuple of masks", got, "combine masks with & and |")
+
+
+def _alternatives(mask: Mask) -> tuple[Mask, ...]:
+    return mask.parts if isinstance(mask, Either) else (mask,)

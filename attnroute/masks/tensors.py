@@ -1,4 +1,4 @@
-"""What masks do with tensors: materialise, look into dense masks, keep what was prepared for them."""
+"""What masks do with tensors: materialise, prepare, keep what was prepared for as long as its mask lives."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attnroute.call import CausalNode, DenseNode
 from attnroute.errors import argument_error
 from attnroute.masks import checks
+from attnroute.masks.region import allowed, whole
 
 if TYPE_CHECKING:
+    from attnroute.masks.bands import PrefixLM
     from attnroute.masks.lowered import LoweredMask
-    from attnroute.masks.nodes import Documents, Extent, KeyPadding
-    from attnroute.vocabulary import EmptyRows
+    from attnroute.masks.nodes import Extent, Mask
+    from attnroute.masks.tokens import Documents, KeyPadding
 
 ALIGN = 8
 """Elements. EFFICIENT needs row strides of 16 bytes at 16 bit; stock SDPA pads to the same multiple."""
-LOOK_THRESHOLD = 256 * 256
-"""Elements of seqlen_q * seqlen_kv below which a look costs more than a dense mask does."""
-_LOOK_CHUNK = 2**24
-_MATRIX_DIMS = 2
 _DIMS = 4
 _T = TypeVar("_T")
 
@@ -40,54 +38,32 @@ def materialize(lowered: LoweredMask, extent: Extent) -> Tensor:
 
 def build(lowered: LoweredMask, extent: Extent) -> Tensor:
     """Return a lowered mask as the smallest bool tensor that broadcasts to it: key padding has one row."""
-    parts = [p for p in (_band(lowered, extent), _same_document(lowered), lowered.dense) if p is not None]
-    if lowered.key_keep is not None:
-        parts.append(lowered.key_keep[:, None, None, :])
-    if not parts:
+    found = allowed(lowered, whole(extent))
+    if found is None:
         return torch.ones((1, 1, 1, extent.seqlen_kv), dtype=torch.bool, device=extent.device)
-    allowed = parts[0]
-    for part in parts[1:]:
-        allowed = allowed & part
-    return allowed
+    return found
 
 
-def _band(lowered: LoweredMask, extent: Extent) -> Tensor | None:
-    if lowered.band_lo is None and lowered.band_hi is None:
-        return None
-    rows = torch.arange(extent.seqlen_q, device=extent.device)[:, None]
-    columns = torch.arange(extent.seqlen_kv, device=extent.device)[None]
-    if lowered.band_hi is None:
-        return (columns >= rows + (lowered.band_lo or 0))[None, None]
-    below = columns <= rows + lowered.band_hi
-    return (below if lowered.band_lo is None else below & (columns >= rows + lowered.band_lo))[None, None]
-
-
-def _same_document(lowered: LoweredMask) -> Tensor | None:
-    if lowered.document_ids_q is None or lowered.document_ids_kv is None:
-        return None
-    return lowered.document_ids_q[:, None, :, None] == lowered.document_ids_kv[:, None, None, :]
-
-
-def additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def additive(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return mask and bias as one additive tensor, 0 or the bias where allowed and -inf elsewhere.
 
     The storage is padded so that every row starts at a multiple of `ALIGN` elements. Differentiable in
     `bias`.
     """
-    if allowed is None:
+    if mask is None:
         if bias is None:
             msg = "additive() requires a mask or a bias."
             raise ValueError(msg)
         return aligned(bias.to(dtype))
-    if _is_followed(allowed, bias):
-        start = torch.zeros((), dtype=dtype, device=allowed.device) if bias is None else bias.to(dtype)
-        return aligned(start.masked_fill(~allowed, -math.inf))
-    shape = tuple(allowed.shape) if bias is None else torch.broadcast_shapes(allowed.shape, bias.shape)
-    target = aligned_empty(shape, dtype, allowed.device)
+    if _is_followed(mask, bias):
+        start = torch.zeros((), dtype=dtype, device=mask.device) if bias is None else bias.to(dtype)
+        return aligned(start.masked_fill(~mask, -math.inf))
+    shape = tuple(mask.shape) if bias is None else torch.broadcast_shapes(mask.shape, bias.shape)
+    target = aligned_empty(shape, dtype, mask.device)
     if bias is None:
         target.fill_(-math.inf)
-        return target.masked_fill_(allowed, 0.0)
-    return target.copy_(bias.detach()).masked_fill_(~allowed, -math.inf)
+        return target.masked_fill_(mask, 0.0)
+    return target.copy_(bias.detach()).masked_fill_(~mask, -math.inf)
 
 
 def _is_followed(allowed: Tensor, bias: Tensor | None) -> bool:
@@ -217,116 +193,84 @@ def key_keep(node: KeyPadding, extent: Extent) -> Tensor:
     return remember(node, ("key_keep", extent.seqlen_kv, extent.device), make)
 
 
+def prefix_keep(node: PrefixLM, extent: Extent) -> Tensor:
+    """Return a bool tensor (batch, seqlen_kv) on the extent's device, True in the prefix, made once."""
+
+    def make() -> Tensor:
+        counts = torch.as_tensor(node.lengths, device=extent.device)[:, None]
+        return torch.arange(extent.seqlen_kv, device=extent.device)[None] < counts
+
+    return remember(node, ("prefix_keep", extent.seqlen_kv, extent.device), make)
+
+
+def prepare(mask: Mask, extent: Extent, make: Callable[[], LoweredMask]) -> LoweredMask:
+    """Return what a mask is lowered to alone, made once per mask, extent and version of its tensors.
+
+    A CUDA graph that is being captured gets its own, so that what it replays is made from the tensors then.
+    """
+    if any(t.is_cuda for t in mask.tensors) and torch.cuda.is_current_stream_capturing():
+        return make()
+    return remember(mask, ("lowered", extent), make)
+
+
 def tensor_key(tensor: Tensor) -> tuple[object, ...]:
     """Return what a decision may depend on, without looking at values."""
     memory = None if is_wrapped(tensor) else (tensor.stride(), tensor.data_ptr() % 16 == 0)
     return (tensor.dtype, tuple(tensor.shape), memory, tensor.requires_grad)
 
 
-def dense_node(tensor: Tensor, extent: Extent, *, look: bool) -> DenseNode:
-    """Return a bool tensor as data, with what a look into it found where a look is allowed."""
-    seen = look_into(tensor, extent) if look else None
-    return DenseNode(
-        shape=tuple(tensor.shape),
-        requires_grad=tensor.requires_grad,
-        last_dim_contiguous=tensor.dim() == 0 or tensor.stride(-1) == 1,
-        aligned=is_aligned(tensor),
-        empty_rows="unknown" if seen is None else seen.empty_rows,
-        recognized=None if seen is None else seen.recognized,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What one look into a dense bool mask found."""
-
-    empty_rows: EmptyRows
-    recognized: tuple[CausalNode, ...] | None
-
-
-def look_into(tensor: Tensor, extent: Extent) -> Seen | None:
-    """Look into a dense bool mask once per tensor and version; None where a look is not allowed or worth it.
-
-    A look reads the whole mask on its device and waits for the answer.
-    """
-    worth = tensor.dim() >= _MATRIX_DIMS and extent.seqlen_q * extent.seqlen_kv >= LOOK_THRESHOLD
-    fits = tensor.dim() >= _MATRIX_DIMS and tuple(tensor.shape[-2:]) == (extent.seqlen_q, extent.seqlen_kv)
-    if not worth or not fits or not _is_readable(tensor) or not may_remember(tensor):
-        return None
-    return remember(tensor, ("seen",), lambda: _look(tensor))
-
-
-def _look(tensor: Tensor) -> Seen:
-    leading = zip(tensor.shape[:-2], tensor.stride()[:-2], strict=True)
-    matrix = tensor[tuple(0 if stride == 0 and size > 1 else slice(None) for size, stride in leading)]
-    seqlen_q, seqlen_kv = matrix.shape[-2:]
-    rows = max(1, _LOOK_CHUNK * seqlen_q // max(1, matrix.numel()))
-    full = torch.ones((), dtype=torch.bool, device=tensor.device)
-    verdicts = [full, full, full, full]
-    columns = torch.arange(seqlen_kv, device=tensor.device)
-    for start in range(0, seqlen_q, rows):
-        part = matrix[..., start : start + rows, :]
-        index = torch.arange(start, start + part.shape[-2], device=tensor.device)[:, None]
-        top_left = columns <= index
-        bottom_right = columns <= index + (seqlen_kv - seqlen_q)
-        found = [
-            part.any(-1).all(),
-            part.all(),
-            (part == top_left).all(),
-            (part == bottom_right).all(),
-        ]
-        verdicts = [a & b for a, b in zip(verdicts, found, strict=True)]
-    has_keys, everything, top_left_causal, bottom_right_causal = torch.stack(verdicts).tolist()
-    recognized: tuple[CausalNode, ...] | None = None
-    if everything:
-        recognized = ()
-    elif top_left_causal:
-        recognized = (CausalNode(),)
-    elif bottom_right_causal:
-        recognized = (CausalNode(alignment="bottom_right"),)
-    return Seen("none" if has_keys else "some", recognized)
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    """Only a plain tensor has values here, and none can be waited for while a CUDA graph records."""
-    if type(tensor) is not Tensor or tensor.is_meta:
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 @dataclass(slots=True)
 class _Memory:
     reference: weakref.ref[object]
-    version: tuple[int, ...]
+    versions: tuple[tuple[weakref.ref[Tensor], int], ...]
     made: dict[object, object] = field(default_factory=dict)
 
+    def fits(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Return whether these are the tensors that it was made from, unchanged."""
+        return len(tensors) == len(self.versions) and all(
+            reference() is t and version == t._version
+            for t, (reference, version) in zip(tensors, self.versions, strict=True)
+        )
 
+
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 _MEMORY: dict[int, _Memory] = {}
 
 
 def may_remember(owner: object) -> bool:
     """Return whether what is made may be kept: not under tracing, nor where changes cannot be seen."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
         return False
-    return all(not t.requires_grad and not t.is_inference() for t in _tensors(owner))
+    tensors = _tensors(owner)
+    # What was made before is baked into a graph that is captured, and stale when that is replayed.
+    if any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing():
+        return False
+    return all(not t.requires_grad and not t.is_inference() for t in tensors)
 
 
 def remember(owner: object, what: object, make: Callable[[], _T]) -> _T:
     """Return what was made for an owner before, or make it; it goes with the owner or when that changes.
 
-    The owner is a tensor or a mask object; an object changes when a tensor in it does.
+    The owner is a tensor or a mask object; an object changes when a tensor in it does. What is kept may not
+    hold the owner, nor a view of it: it would keep it alive for ever.
     """
     if not may_remember(owner):
         return make()
-    version = tuple(t._version for t in _tensors(owner))
+    tensors = _tensors(owner)
     memory = _MEMORY.get(id(owner))
-    if memory is None or memory.reference() is not owner or memory.version != version:
+    if memory is None or memory.reference() is not owner or not memory.fits(tensors):
         place = id(owner)
-        reference = weakref.ref(owner, lambda _: _MEMORY.pop(place, None))
-        memory = _MEMORY[place] = _Memory(reference, version)
+        reference = weakref.ref(owner, partial(_forget, _MEMORY, place))
+        versions = tuple((weakref.ref(t), t._version) for t in tensors)
+        memory = _MEMORY[place] = _Memory(reference, versions)
     if what not in memory.made:
         memory.made[what] = _lasting(make)
     return memory.made[what]  # type: ignore[return-value]
+
+
+def _forget(memory: dict[int, _Memory], place: int, _: object) -> None:
+    """Drop what goes with an owner; when the interpreter ends, no name of this module may be needed."""
+    memory.pop(place, None)
 
 
 def _tensors(owner: object) -> tuple[Tensor, ...]:

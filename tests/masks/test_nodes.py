@@ -1,4 +1,4 @@
-"""Mask objects: what they allow, how they combine, what they say of themselves, and what they refuse."""
+"""Mask nodes: what they say of themselves, what is prepared from them, and what they are lowered to."""
 
 from __future__ import annotations
 
@@ -8,91 +8,23 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import allowed_of, small_call
 
 from attnroute import masks
-from attnroute.call import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
+from attnroute.call import (
+    AnyNode,
+    CausalNode,
+    DenseNode,
+    DocumentsNode,
+    FunctionNode,
+    KeyPaddingNode,
+    NotNode,
+    PrefixNode,
+    WindowNode,
+)
 from attnroute.masks import tensors
 from attnroute.masks.lowered import FULL
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import document_ids, key_keep
-
-LENGTHS = st.integers(0, 6)
-ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
-BESIDE = st.none() | st.integers(0, 7)
-
-
-@given(st.data(), st.integers(1, 3), LENGTHS, LENGTHS)
-def test_materialize_is_the_definition(data, batch, seqlen_q, seqlen_kv):
-    mask, wanted = data.draw(_masks(batch, seqlen_q, seqlen_kv))
-    got = mask.materialize(seqlen_q, seqlen_kv, batch=batch, num_heads_q=2)
-    assert got.dtype == torch.bool
-    assert got.shape in {(b, h, seqlen_q, seqlen_kv) for b in (1, batch) for h in (1, 2)}
-    assert torch.equal(got.expand(wanted.shape), wanted)
-
-
-@given(st.data(), st.integers(1, 3), LENGTHS, LENGTHS)
-def test_and_is_the_intersection(data, batch, seqlen_q, seqlen_kv):
-    (one, first), (other, second) = data.draw(
-        st.tuples(*[_masks(batch, seqlen_q, seqlen_kv, documents=False)] * 2)
-    )
-    both = one & other
-    got = both.materialize(seqlen_q, seqlen_kv, batch=batch, num_heads_q=2)
-    assert torch.equal(got.expand(first.shape), first & second)
-    assert both.nodes == (one, other)
-
-
-@st.composite
-def _masks(draw, batch, seqlen_q, seqlen_kv, *, documents=True):
-    """Draw a node and the bool tensor (batch, 2, seqlen_q, seqlen_kv) that its docstring promises."""
-    kinds = ["causal", "window", "padding", "dense"]
-    kinds += ["documents"] if documents and seqlen_q == seqlen_kv else []
-    kind = draw(st.sampled_from(kinds))
-    full = (batch, 2, seqlen_q, seqlen_kv)
-    if kind == "dense":
-        shape = [draw(st.sampled_from([1, size])) for size in full][draw(st.sampled_from([0, 2, 3, 4])) :]
-        tensor = torch.rand(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < 0.5
-        return masks.Dense(tensor), tensor.expand(full)
-    mask, node = draw(_described(kind, batch, seqlen_kv))
-    allowed = torch.tensor(allowed_of(small_call((node,), batch, seqlen_q, seqlen_kv)), dtype=torch.bool)
-    return mask, allowed.reshape(batch, 1, seqlen_q, seqlen_kv).expand(full)
-
-
-@st.composite
-def _described(draw, kind, batch, seqlen_kv):
-    """Draw an object and the data that means the same, each written for itself."""
-    if kind == "causal":
-        alignment = draw(ALIGNMENTS)
-        return masks.Causal(alignment), CausalNode(alignment=alignment)
-    if kind == "window":
-        left, right, alignment = draw(BESIDE), draw(BESIDE), draw(ALIGNMENTS)
-        return masks.Window(left, right, alignment), WindowNode(left=left, right=right, alignment=alignment)
-    if kind == "padding":
-        counts = draw(st.lists(st.integers(0, seqlen_kv), min_size=batch, max_size=batch))
-        kept = [seqlen_kv - n for n in counts]
-        flags = torch.arange(seqlen_kv) < torch.tensor(counts)[:, None]
-        right, left = KeyPaddingNode(lengths=counts), KeyPaddingNode(lengths=kept, side="left")
-        forms = [
-            (masks.KeyPadding(lengths=counts), right),
-            (masks.KeyPadding(lengths=torch.tensor(counts)), right),
-            (masks.KeyPadding(keep=flags), right),
-            (masks.KeyPadding(left=counts), left),
-            (masks.KeyPadding(left=torch.tensor(counts, dtype=torch.int32)), left),
-        ]
-        return draw(st.sampled_from(forms))
-    cuts = sorted(draw(st.lists(st.integers(0, seqlen_kv), max_size=3)))
-    sums = [0, *cuts, seqlen_kv]
-    lengths = [b - a for a, b in pairwise(sums)]
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    forms = [
-        masks.Documents(lengths=lengths),
-        masks.Documents(ids=ids),
-        masks.Documents(ids=ids.expand(batch, -1)),
-        masks.Documents(cu_seqlens=torch.tensor(sums, dtype=torch.int32)),
-    ]
-    return draw(st.sampled_from(forms)), DocumentsNode(lengths=lengths)
 
 
 def test_ids_tell_documents_apart_wherever_their_tokens_lie():
@@ -100,6 +32,23 @@ def test_ids_tell_documents_apart_wherever_their_tokens_lie():
     first = [[True, False, True], [False, True, False], [True, False, True]]
     second = [[True, True, False], [True, True, False], [False, False, True]]
     assert got[:, 0].tolist() == [first, second]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [masks.Documents(lengths=[2, 0, 4]), masks.Documents(cu_seqlens=torch.tensor([0, 2, 2, 6]))],
+    ids=["lengths", "sums"],
+)
+def test_bounds_of_documents_are_known_where_no_device_is_asked(mask):
+    lowered = mask.lower(FULL, Extent(1, 1, 6, 6))
+    assert (lowered.document_bounds, lowered.max_seqlen) == ((0, 2, 2, 6), 4)
+    assert lowered.cu_seqlens.tolist() == [0, 2, 2, 6]
+
+
+def test_bounds_of_documents_on_a_device_are_not_read():
+    mask = masks.Documents(cu_seqlens=torch.tensor([0, 2, 6], device="meta"))
+    lowered = mask.lower(FULL, Extent(1, 1, 6, 6, torch.device("meta")))
+    assert (lowered.document_bounds, lowered.max_seqlen) == (None, 6)
 
 
 def test_documents_of_no_tokens():
@@ -110,6 +59,8 @@ def test_documents_of_no_tokens():
         masks.Documents(ids=empty),
         masks.Documents(ids=empty.expand(2, 0)),
         masks.Documents(cu_seqlens=torch.tensor([0, 0])),
+        masks.Documents(position_ids=empty),
+        masks.Documents(position_ids=empty.expand(2, 0)),
     )
     for mask in forms:
         assert mask.materialize(0, 0, batch=2).shape[-2:] == (0, 0)
@@ -127,20 +78,6 @@ def test_a_mask_is_combined_with_masks_only():
         masks.Causal() & True
 
 
-def test_masks_of_numbers_are_values_and_masks_of_tensors_are_themselves():
-    assert masks.Causal() == masks.Causal("top_left")
-    assert len({masks.Window(3, 0), masks.Window(3), masks.Window(3, 1)}) == 2
-    flags = torch.ones(2, 4, dtype=torch.bool)
-    assert masks.KeyPadding(keep=flags) != masks.KeyPadding(keep=flags)
-    assert masks.Dense(flags) != masks.Dense(flags)
-
-
-def test_masks_say_themselves_without_their_values():
-    flags = torch.ones(2, 4, dtype=torch.bool)
-    mask = masks.Causal("bottom_right") & masks.Dense(flags)
-    assert repr(mask) == "Causal(alignment='bottom_right') & Dense((2, 4))"
-
-
 def test_descriptions():
     extent = Extent(2, 4, 6, 6)
     lengths, ids = torch.tensor([3, 4]), torch.zeros(6, dtype=torch.int64)
@@ -151,6 +88,15 @@ def test_descriptions():
         (masks.Documents(lengths=[2, 4]), DocumentsNode(lengths=(2, 4))),
         (masks.Documents(cu_seqlens=cu_seqlens), DocumentsNode()),
         (masks.Documents(ids=ids), DocumentsNode(contiguous=False)),
+        (masks.Documents(position_ids=ids), DocumentsNode()),
+        (masks.PrefixLM([3, 4]), PrefixNode(lengths=(3, 4))),
+        (masks.PrefixLM(lengths, "bottom_right"), PrefixNode(alignment="bottom_right")),
+        (masks.Function(print, per_head=False), FunctionNode(per_head=False)),
+        (~masks.Causal(), NotNode(part=(CausalNode(),))),
+        (
+            masks.Causal() & masks.Window(1) | masks.All(()),
+            AnyNode(parts=((CausalNode(), WindowNode(left=1, right=0)), ())),
+        ),
         (masks.KeyPadding(lengths=[3, 4]), KeyPaddingNode(lengths=(3, 4))),
         (masks.KeyPadding(lengths=lengths), KeyPaddingNode()),
         (masks.KeyPadding(left=[3, 4]), KeyPaddingNode(lengths=(3, 2), side="left")),
@@ -176,6 +122,7 @@ def test_keys_are_equal_only_where_descriptions_are():
         masks.Documents(lengths=[1]),
         masks.Documents(ids=ones),
         masks.Documents(cu_seqlens=torch.tensor([0, 1])),
+        masks.Documents(position_ids=ones),
         masks.Causal(),
         masks.Causal("bottom_right"),
         masks.Window(0),

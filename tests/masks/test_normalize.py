@@ -6,17 +6,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import allowed_of, calls, readable_masks, small_call
+from strategies import allowed_of, calls, combined, readable_masks, small_call
 
 from attnroute import masks
 from attnroute.api.routes import _simplified
 from attnroute.call import (
+    AnyNode,
     CausalNode,
     Context,
     DenseNode,
     DocumentsNode,
     FunctionNode,
     KeyPaddingNode,
+    NotNode,
     PrefixNode,
     WindowNode,
 )
@@ -25,8 +27,13 @@ from attnroute.masks.nodes import Extent
 from attnroute.masks.normalize import normalize, recognized
 
 LENGTHS = st.integers(0, 6)
+ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
 VARYING = Context(dynamic=("seqlen_q", "seqlen_kv"))
 TOP_LEFT, BOTTOM_RIGHT = CausalNode(), CausalNode(alignment="bottom_right")
+NOBODY, CROSS = NotNode(part=()), DocumentsNode(cross=True)
+EITHER_FUNCTION = AnyNode(parts=((FunctionNode(),), (FunctionNode(),)))
+WRITTEN_OTHERWISE = NotNode(part=(NotNode(part=(TOP_LEFT,)), WindowNode()))
+DOUBLE_NEGATION = NotNode(part=(NotNode(part=(TOP_LEFT,)),))
 
 
 @given(st.data(), st.integers(1, 2), LENGTHS, LENGTHS)
@@ -37,8 +44,9 @@ def test_who_may_attend_stays_the_same(data, batch, seqlen_q, seqlen_kv):
 
 @given(st.data(), LENGTHS, LENGTHS)
 def test_who_may_attend_stays_the_same_at_every_length_that_may_come(data, seqlen_q, seqlen_kv):
-    bands = st.lists(st.one_of(_causal(), _window()), max_size=2).map(tuple)
-    nodes = data.draw(bands)
+    prefix = st.builds(PrefixNode, lengths=st.just((data.draw(st.integers(0, 2)),)), alignment=ALIGNMENTS)
+    bands = st.one_of(_causal(), _window(), prefix)
+    nodes = tuple(data.draw(st.lists(bands | combined(bands), max_size=2)))
     simple = normalize(small_call(nodes, 1, seqlen_q, seqlen_kv, context=VARYING)).mask
     for other_q in range(7):
         for other_kv in range(7):
@@ -47,13 +55,12 @@ def test_who_may_attend_stays_the_same_at_every_length_that_may_come(data, seqle
 
 
 def _causal():
-    return st.builds(CausalNode, alignment=st.sampled_from(["top_left", "bottom_right"]))
+    return st.builds(CausalNode, alignment=ALIGNMENTS)
 
 
 def _window():
     beside = st.none() | st.integers(0, 7)
-    alignment = st.sampled_from(["top_left", "bottom_right"])
-    return st.builds(WindowNode, left=beside, right=beside, alignment=alignment)
+    return st.builds(WindowNode, left=beside, right=beside, alignment=ALIGNMENTS)
 
 
 @given(calls())
@@ -61,7 +68,8 @@ def test_everything_but_the_mask_stays_and_once_is_enough(call):
     simple = normalize(call)
     assert simple.with_(mask=call.mask) == call
     assert normalize(simple) == simple
-    assert len(set(simple.mask)) == len(simple.mask)
+    said = [node for node in simple.mask if isinstance(node, CausalNode | WindowNode)]
+    assert len(set(said)) == len(said)
 
 
 @given(_causal() | _window(), LENGTHS, LENGTHS)
@@ -120,12 +128,67 @@ def _object(node):
         ((KeyPaddingNode(lengths=(64, 63)),), 64, 64, (KeyPaddingNode(lengths=(64, 63)),)),
         ((KeyPaddingNode(),), 64, 64, (KeyPaddingNode(),)),
         ((FunctionNode(), PrefixNode()), 64, 64, (FunctionNode(), PrefixNode())),
+        ((DocumentsNode(lengths=(60, 0, 4)),), 64, 64, (DocumentsNode(lengths=(60, 4)),)),
+        ((DocumentsNode(lengths=(0, 64)),), 64, 64, ()),
+        # Equal words say the same only where they say everything.
+        ((DocumentsNode(), DocumentsNode()), 64, 64, (DocumentsNode(), DocumentsNode())),
+        ((DocumentsNode(lengths=(60, 4)),) * 2, 64, 64, (DocumentsNode(lengths=(60, 4)),)),
+        ((KeyPaddingNode(lengths=(1, 2)),) * 2, 64, 64, (KeyPaddingNode(lengths=(1, 2)),)),
+        ((FunctionNode(), FunctionNode()), 64, 64, (FunctionNode(), FunctionNode())),
+        # A prefix that causal shows anyway is causal, one of all keys is nothing.
+        ((PrefixNode(lengths=(0, 0)),), 64, 64, (TOP_LEFT,)),
+        ((PrefixNode(lengths=(1, 0), alignment="bottom_right"),), 64, 64, (TOP_LEFT,)),
+        ((PrefixNode(lengths=(2, 0)),), 64, 64, (PrefixNode(lengths=(2, 0)),)),
+        ((PrefixNode(lengths=(37, 0), alignment="bottom_right"),), 64, 100, (BOTTOM_RIGHT,)),
+        (
+            (PrefixNode(lengths=(38, 0), alignment="bottom_right"),),
+            64,
+            100,
+            (PrefixNode(lengths=(38, 0), alignment="bottom_right"),),
+        ),
+        ((PrefixNode(lengths=(0, 0), alignment="bottom_right"),), 100, 64, (BOTTOM_RIGHT,)),
+        ((PrefixNode(lengths=(3, 0), alignment="bottom_right"),), 64, 64, (PrefixNode(lengths=(3, 0)),)),
+        ((PrefixNode(alignment="bottom_right"),), 64, 64, (PrefixNode(),)),
+        ((PrefixNode(alignment="bottom_right"),), 1, 64, ()),
+        ((PrefixNode(lengths=(64, 64)),), 64, 64, ()),
+        ((PrefixNode(lengths=(64, 63)),), 64, 64, (PrefixNode(lengths=(64, 63)),)),
+        # A disjunction with a part that allows everything is nothing; of one part, it is that part.
+        ((AnyNode(parts=((TOP_LEFT,), ())),), 64, 64, ()),
+        ((AnyNode(parts=((FunctionNode(),), (WindowNode(left=63, right=63),))),), 64, 64, ()),
+        ((AnyNode(parts=((BOTTOM_RIGHT, FunctionNode()),)),), 64, 64, (TOP_LEFT, FunctionNode())),
+        ((AnyNode(parts=((BOTTOM_RIGHT,), (WindowNode(right=0),))),), 64, 64, (TOP_LEFT,)),
+        ((AnyNode(parts=((FunctionNode(),), (FunctionNode(),))),), 64, 64, (EITHER_FUNCTION,)),
+        ((AnyNode(parts=((KeyPaddingNode(lengths=(0, 0)),), (FunctionNode(),))),), 64, 64, (FunctionNode(),)),
+        ((AnyNode(parts=()),), 64, 64, (NOBODY,)),
+        ((AnyNode(parts=((AnyNode(parts=()),), (TOP_LEFT, NOBODY))),), 64, 64, (NOBODY,)),
+        # The negation of nothing allows nobody, and its negation everything.
+        ((NotNode(part=()),), 64, 64, (NOBODY,)),
+        ((NotNode(part=(WindowNode(left=63, right=63),)),), 64, 64, (NOBODY,)),
+        ((NotNode(part=(AnyNode(parts=()),)),), 64, 64, ()),
+        (
+            (NotNode(part=(NotNode(part=(BOTTOM_RIGHT, FunctionNode())),)),),
+            64,
+            64,
+            (TOP_LEFT, FunctionNode()),
+        ),
+        ((NotNode(part=(BOTTOM_RIGHT, BOTTOM_RIGHT)),), 64, 64, (NotNode(part=(TOP_LEFT,)),)),
+        # Only what is lowered as no negation is said as none.
+        ((WRITTEN_OTHERWISE,), 64, 64, (WRITTEN_OTHERWISE,)),
+        # Beside documents with diagonals of their own, corners stay apart and bands stay where they stand.
+        ((CROSS, BOTTOM_RIGHT), 64, 64, (CROSS, BOTTOM_RIGHT)),
+        ((CROSS, AnyNode(parts=((TOP_LEFT,),))), 64, 64, (CROSS, AnyNode(parts=((TOP_LEFT,),)))),
+        ((AnyNode(parts=((CROSS, TOP_LEFT),)),), 64, 64, (AnyNode(parts=((CROSS, TOP_LEFT),)),)),
+        ((CROSS, PrefixNode(lengths=(0, 0))), 64, 64, (CROSS, PrefixNode(lengths=(0, 0)))),
+        ((CROSS, NotNode(part=(NotNode(part=(TOP_LEFT,)),))), 64, 64, (CROSS, DOUBLE_NEGATION)),
+        ((FunctionNode(), DenseNode(shape=(1, 1)), NOBODY, PrefixNode()), 0, 64, ()),
         ((TOP_LEFT, BOTTOM_RIGHT, WindowNode(left=0, right=0)), 0, 64, ()),
         ((TOP_LEFT, BOTTOM_RIGHT, WindowNode(left=0, right=0)), 64, 0, ()),
     ],
 )
 def test_simple_forms(nodes, seqlen_q, seqlen_kv, simple):
-    assert normalize(small_call(nodes, 2, seqlen_q, seqlen_kv)).mask == simple
+    found = normalize(small_call(nodes, 2, seqlen_q, seqlen_kv))
+    assert found.mask == simple
+    assert normalize(found) == found
 
 
 def test_a_call_without_anything_to_simplify_is_itself():
@@ -134,7 +197,17 @@ def test_a_call_without_anything_to_simplify_is_itself():
 
 
 @pytest.mark.parametrize("dynamic", ["seqlen_q", "seqlen_kv"])
-@pytest.mark.parametrize("node", [BOTTOM_RIGHT, WindowNode(left=4095), KeyPaddingNode(lengths=(64, 64))])
+@pytest.mark.parametrize(
+    "node",
+    [
+        BOTTOM_RIGHT,
+        WindowNode(left=4095),
+        KeyPaddingNode(lengths=(64, 64)),
+        PrefixNode(lengths=(64, 64)),
+        PrefixNode(lengths=(1, 1), alignment="bottom_right"),
+        AnyNode(parts=((FunctionNode(),), (WindowNode(left=63, right=63),))),
+    ],
+)
 def test_nothing_is_dropped_because_of_a_length_that_varies(dynamic, node):
     assert normalize(small_call((node,), 2, 1, 64, context=Context(dynamic=(dynamic,)))).mask == (node,)
 
@@ -146,6 +219,20 @@ def test_recognised_tensors_become_what_they_say():
     assert recognized(call).mask == (TOP_LEFT, other, KeyPaddingNode())
     full = small_call((DenseNode(shape=(64, 64), recognized=()),), 2, 64, 64)
     assert recognized(full).mask == ()
+
+
+def test_recognised_tensors_become_everything_they_say():
+    nodes = (DocumentsNode(lengths=(60, 4)), BOTTOM_RIGHT)
+    call = small_call((DenseNode(shape=(64, 64), recognized=nodes), TOP_LEFT), 2, 64, 64)
+    assert recognized(call).mask == (DocumentsNode(lengths=(60, 4)), TOP_LEFT)
+
+
+def test_a_tensor_inside_a_disjunction_stays_one():
+    seen = DenseNode(shape=(64, 64), recognized=(TOP_LEFT,))
+    call = small_call((AnyNode(parts=((seen,), (FunctionNode(),))),), 2, 64, 64)
+    assert recognized(call) is None
+    beside = call.with_(mask=(seen, *call.mask))
+    assert recognized(beside).mask == (TOP_LEFT, *call.mask)
 
 
 def test_without_a_recognised_tensor_there_is_nothing_to_say():

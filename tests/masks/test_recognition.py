@@ -1,304 +1,360 @@
-"""Looking into dense masks: what is found is what the tensor says, one look serves all."""
+"""Recognition of dense masks: what is found is what the tensor says, and every named kind is found."""
 
 from __future__ import annotations
 
-import gc
+from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import TOLERANCE, attend, error
-from spy import Spy
 
-import attnroute
-from attnroute import masks
-from attnroute import settings as attnroute_settings
-from attnroute.call import CausalNode
-from attnroute.masks import tensors
+from attnroute.call import CausalNode, DocumentsNode, KeyPaddingNode, PrefixNode, WindowNode
+from attnroute.masks import All, Causal, Documents, KeyPadding, PrefixLM, Window, look
 from attnroute.masks.nodes import Extent
-from attnroute.masks.tensors import LOOK_THRESHOLD, dense_node, look_into
+from attnroute.masks.recognize import Rows, recognize
 
-SIZES = st.sampled_from([(256, 256), (300, 300), (257, 511), (400, 256), (1, 70_000), (65_537, 1)])
-
-
-def extent_of(tensor, batch=2, heads=3):
-    return Extent(batch, heads, *tensor.shape[-2:])
+FORMS = ("2-D", "4-D", "batch", "heads", "expanded", "transposed", "sliced")
 
 
-def seen(tensor):
-    found = look_into(tensor, extent_of(tensor))
-    return None if found is None else (found.empty_rows, found.recognized)
+def said_by(parts, batch, seqlen_q, seqlen_kv):
+    """Return what mask objects say together, one full matrix per batch row."""
+    full = torch.ones(batch, 1, seqlen_q, seqlen_kv, dtype=torch.bool)
+    return full & All(parts).materialize(seqlen_q, seqlen_kv, batch=batch) if parts else full
+
+
+def formed(mask, form):
+    """Return the same mask in another shape or memory; "2-D" only where all batch rows agree."""
+    batch, _, seqlen_q, seqlen_kv = mask.shape
+    if form == "2-D" and (mask == mask[:1]).all():
+        return mask[0, 0].clone()
+    if form == "heads":
+        return mask.repeat(1, 3, 1, 1)
+    if form == "expanded":
+        return mask.expand(batch, 3, seqlen_q, seqlen_kv)
+    if form == "transposed":
+        return mask.mT.contiguous().mT
+    if form == "sliced":
+        return torch.cat([mask, ~mask], -1)[..., :seqlen_kv]
+    return mask
+
+
+def looked(mask, batch):
+    """Look, whatever the size."""
+    return look._look(mask, Extent(batch, 3, mask.shape[-2], mask.shape[-1]))
+
+
+def check(mask, batch):
+    """What is found says the same as the tensor, if something is; return it."""
+    seen = looked(mask, batch)
+    assert seen.empty_rows == ("none" if mask.any(-1).all() else "some")
+    if seen.masks is None:
+        assert seen.recognized is None
+        return None
+    seqlen_q, seqlen_kv = mask.shape[-2:]
+    assert torch.equal(*torch.broadcast_tensors(said_by(seen.masks, batch, seqlen_q, seqlen_kv), mask))
+    extent = Extent(batch, 3, seqlen_q, seqlen_kv)
+    assert seen.recognized == tuple(node for part in seen.masks for node in part.describe(extent))
+    return seen.masks
+
+
+SIZES = st.integers(1, 9)
+ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
 
 
 @st.composite
-def patterns(draw):
-    """Draw a mask that is causal or full, in every form that broadcasts, and the nodes that say it."""
-    seqlen_q, seqlen_kv = draw(SIZES)
-    alignment = draw(st.sampled_from([None, "top_left", "bottom_right"]))
-    matrix = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool)
-    if alignment is not None:
-        matrix = matrix.tril(seqlen_kv - seqlen_q if alignment == "bottom_right" else 0)
-    form = draw(st.sampled_from(["2-D", "4-D", "batch", "expanded", "transposed", "sliced"]))
-    return alignment, _formed(matrix, form)
+def structured(draw):
+    """Draw parts that a conjunction may have and the sizes that they are read at."""
+    batch, seqlen_kv = draw(st.integers(1, 3)), draw(SIZES)
+    seqlen_q = draw(st.just(seqlen_kv) | SIZES)
+    counts = st.lists(st.integers(0, seqlen_kv), min_size=batch, max_size=batch)
+    side = st.none() | st.integers(0, 3)
+    bands = [
+        st.just(()),
+        st.builds(lambda a: (Causal(a),), ALIGNMENTS),
+        st.builds(lambda left, right, a: (Window(left, right, a),), side, side, ALIGNMENTS),
+        st.builds(lambda lengths, a: (PrefixLM(lengths, a),), counts, ALIGNMENTS),
+    ]
+    parts = draw(st.one_of(bands))
+    if seqlen_q == seqlen_kv and not isinstance(next(iter(parts), None), PrefixLM):
+        parts += draw(st.just(()) | documents(batch, seqlen_q))
+    paddings = [
+        st.just(()),
+        st.builds(lambda lengths: (KeyPadding(lengths=lengths),), counts),
+        st.builds(lambda left: (KeyPadding(left=left),), counts),
+        st.builds(lambda a, b: (KeyPadding(left=a), KeyPadding(lengths=b)), counts, counts),
+    ]
+    return parts + draw(st.one_of(paddings)), batch, seqlen_q, seqlen_kv
 
 
-def _formed(matrix, form):
-    if form == "4-D":
-        return matrix[None, None]
-    if form == "batch":
-        return matrix.repeat(2, 1, 1, 1)
-    if form == "expanded":
-        return matrix.expand(2, 3, *matrix.shape)
-    if form == "transposed":
-        return matrix.t().contiguous().t()
-    if form == "sliced":
-        return torch.cat([matrix, ~matrix], 1)[:, : matrix.shape[1]]
-    return matrix
+@st.composite
+def documents(draw, batch, seqlen):
+    """Draw documents that lie side by side: lengths, or ids that differ between batch rows."""
+    starts = st.lists(st.booleans(), min_size=seqlen, max_size=seqlen)
+    if draw(st.booleans()):
+        at = [0, *(i for i, start in enumerate(draw(starts)) if start and i), seqlen]
+        return (Documents(lengths=tuple(b - a for a, b in pairwise(at))),)
+    return (Documents(ids=torch.tensor([draw(starts) for _ in range(batch)]).cumsum(1)),)
 
 
-@given(patterns())
-@settings(max_examples=40)
-def test_causal_and_full_masks_are_recognised_bit_for_bit(pattern):
-    alignment, mask = pattern
-    found = look_into(mask, extent_of(mask))
-    said = masks.All(tuple(masks.Causal(node.alignment) for node in found.recognized))
-    again = said.materialize(*mask.shape[-2:])
-    shape = torch.broadcast_shapes(mask.shape, again.shape)
-    assert torch.equal(again.expand(shape), mask.expand(shape))
-    if alignment is None:
-        assert found.recognized == ()
+def shows_its_band(parts, seqlen_q, seqlen_kv):
+    """Whether a window's edges show in some row: in a sliver, only rows without a key would tell them."""
+    return min(seqlen_q, seqlen_kv) > 6 or not any(isinstance(part, Window) for part in parts)
 
 
-@given(patterns(), st.data())
-@settings(max_examples=40)
-def test_one_element_flipped_is_not_recognised(pattern, data):
-    _, mask = pattern
-    mask = mask.clone(memory_format=torch.contiguous_format)
+@given(structured(), st.sampled_from(FORMS))
+@settings(max_examples=150)
+def test_structured_masks_are_recognised_bit_for_bit(drawn, form):
+    parts, batch, seqlen_q, seqlen_kv = drawn
+    mask = formed(said_by(parts, batch, seqlen_q, seqlen_kv), form)
+    found = check(mask, batch)
+    if seqlen_q == seqlen_kv and shows_its_band(parts, seqlen_q, seqlen_kv):
+        assert found is not None
+    if not any(isinstance(part, Window) for part in parts):
+        assert found is not None
+
+
+@given(structured(), st.data())
+@settings(max_examples=100)
+def test_with_one_element_flipped_nothing_wrong_is_recognised(drawn, data):
+    parts, batch, seqlen_q, seqlen_kv = drawn
+    mask = said_by(parts, batch, seqlen_q, seqlen_kv)
+    mask = formed(mask, data.draw(st.sampled_from(["2-D", "4-D", "heads"]))).clone()
     place = tuple(data.draw(st.integers(0, size - 1)) for size in mask.shape)
     mask[place] = ~mask[place]
-    found = look_into(mask, extent_of(mask))
-    # With one row or column, a flipped corner can make one pattern of another.
-    if found.recognized is not None:
-        assume(min(mask.shape[-2:]) > 1)
-    assert found.recognized is None
-    assert found.empty_rows == ("none" if mask.any(-1).all() else "some")
+    check(mask, batch)
 
 
-def test_both_alignments_are_told_apart():
-    assert seen(torch.ones(300, 400, dtype=torch.bool).tril()) == ("none", (CausalNode(),))
-    bottom_right = (CausalNode(alignment="bottom_right"),)
-    assert seen(torch.ones(300, 400, dtype=torch.bool).tril(100)) == ("none", bottom_right)
-    assert seen(torch.ones(400, 300, dtype=torch.bool).tril(-100)) == ("some", bottom_right)
-    assert seen(torch.ones(300, 300, dtype=torch.bool)) == ("none", ())
+@given(st.integers(1, 3), SIZES, SIZES, st.data())
+def test_rows_of_runs_that_are_nothing_else_are_not_recognised_wrongly(batch, seqlen_q, seqlen_kv, data):
+    ends = st.tuples(st.integers(0, seqlen_kv), st.integers(0, seqlen_kv)).map(sorted)
+    mask = torch.zeros(batch, 1, seqlen_q, seqlen_kv, dtype=torch.bool)
+    for b in range(batch):
+        for i in range(seqlen_q):
+            start, stop = data.draw(ends)
+            mask[b, 0, i, start:stop] = True
+    check(mask, batch)
+
+
+N = 300
+SQUARE, LONG, TALL = (N, N), (N, 400), (400, N)
+PACKED = DocumentsNode(lengths=(100, 50, 150))
+CAUSAL, CORNER = CausalNode(), CausalNode(alignment="bottom_right")
+IDS = torch.arange(N) // torch.tensor([[70], [90]])
+NAMED = {
+    "full": ((), SQUARE, ()),
+    "full, oblong": ((), LONG, ()),
+    "nothing": ((KeyPadding(lengths=(0, 0)),), SQUARE, (KeyPaddingNode(lengths=(0, 0)),)),
+    "causal": ((Causal(),), SQUARE, (CAUSAL,)),
+    "causal, top left": ((Causal(),), LONG, (CAUSAL,)),
+    "causal, bottom right": ((Causal("bottom_right"),), LONG, (CORNER,)),
+    "causal, rows without a key": ((Causal("bottom_right"),), TALL, (CORNER,)),
+    "causal, more queries": ((Causal(),), TALL, (CAUSAL,)),
+    "window": ((Window(20, 0),), SQUARE, (WindowNode(left=20, right=0),)),
+    "window, both sides": ((Window(20, 30),), SQUARE, (WindowNode(left=20, right=30),)),
+    "window, left open": ((Window(None, 30),), SQUARE, (WindowNode(left=None, right=30),)),
+    "window, right open": ((Window(20, None),), SQUARE, (WindowNode(left=20, right=None),)),
+    "window, itself": ((Window(0, 0),), SQUARE, (WindowNode(left=0, right=0),)),
+    "window, top left": ((Window(20, 0),), LONG, (WindowNode(left=20, right=0),)),
+    "window, bottom right": (
+        (Window(20, 20, "bottom_right"),),
+        LONG,
+        (WindowNode(left=20, right=20, alignment="bottom_right"),),
+    ),
+    "padding, right": ((KeyPadding(lengths=(N, 70)),), SQUARE, (KeyPaddingNode(lengths=(N, 70)),)),
+    "padding, left": (
+        (KeyPadding(left=(0, 70)),),
+        SQUARE,
+        (KeyPaddingNode(lengths=(N, N - 70), side="left"),),
+    ),
+    "padding, both sides": (
+        (KeyPadding(left=(0, 70)), KeyPadding(lengths=(200, N))),
+        LONG,
+        (KeyPaddingNode(lengths=(400, 330), side="left"), KeyPaddingNode(lengths=(200, N))),
+    ),
+    "padding, one sequence empty": (
+        (KeyPadding(lengths=(0, 70)),),
+        LONG,
+        (KeyPaddingNode(lengths=(0, 70)),),
+    ),
+    "prefix": ((PrefixLM((40, 70)),), SQUARE, (PrefixNode(lengths=(40, 70)),)),
+    "prefix, bottom right": (
+        (PrefixLM((140, 170), "bottom_right"),),
+        LONG,
+        (PrefixNode(lengths=(140, 170), alignment="bottom_right"),),
+    ),
+    "prefix & padding": (
+        (PrefixLM((40, 70)), KeyPadding(lengths=(N, 250))),
+        SQUARE,
+        (PrefixNode(lengths=(40, 70)), KeyPaddingNode(lengths=(N, 250))),
+    ),
+    "documents": ((Documents(lengths=PACKED.lengths),), SQUARE, (PACKED,)),
+    "documents per row": ((Documents(ids=IDS),), SQUARE, (DocumentsNode(contiguous=False),)),
+    "causal & documents": ((Causal(), Documents(lengths=PACKED.lengths)), SQUARE, (CAUSAL, PACKED)),
+    "causal & documents per row": (
+        (Causal(), Documents(ids=IDS)),
+        SQUARE,
+        (CAUSAL, DocumentsNode(contiguous=False)),
+    ),
+    "window & documents": (
+        (Window(9, 0), Documents(lengths=PACKED.lengths)),
+        SQUARE,
+        (WindowNode(left=9, right=0), PACKED),
+    ),
+    "causal & padding, right": (
+        (Causal(), KeyPadding(lengths=(N, 70))),
+        SQUARE,
+        (CAUSAL, KeyPaddingNode(lengths=(N, 70))),
+    ),
+    "causal & padding, left": (
+        (Causal(), KeyPadding(left=(0, 70))),
+        SQUARE,
+        (CAUSAL, KeyPaddingNode(lengths=(N, N - 70), side="left")),
+    ),
+    "causal, bottom right & padding, left": (
+        (Causal("bottom_right"), KeyPadding(left=(0, 170))),
+        LONG,
+        (CORNER, KeyPaddingNode(lengths=(400, 230), side="left")),
+    ),
+    "window & padding, right": (
+        (Window(20, 0), KeyPadding(lengths=(N, 70))),
+        SQUARE,
+        (WindowNode(left=20, right=0), KeyPaddingNode(lengths=(N, 70))),
+    ),
+    "window & padding, left": (
+        (Window(20, 0, "bottom_right"), KeyPadding(left=(90, 170))),
+        LONG,
+        (
+            WindowNode(left=20, right=0, alignment="bottom_right"),
+            KeyPaddingNode(lengths=(310, 230), side="left"),
+        ),
+    ),
+    "causal & documents & padding": (
+        (Causal(), Documents(lengths=PACKED.lengths), KeyPadding(lengths=(280, N))),
+        SQUARE,
+        (CAUSAL, PACKED, KeyPaddingNode(lengths=(280, N))),
+    ),
+    "one query, window": (
+        (Window(70, 0, "bottom_right"),),
+        (1, N),
+        (WindowNode(left=70, right=None, alignment="bottom_right"),),
+    ),
+    "one query, padding": ((KeyPadding(lengths=(70, N)),), (1, N), (KeyPaddingNode(lengths=(70, N)),)),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_kind_is_recognised_as_what_it_is(name):
+    parts, (seqlen_q, seqlen_kv), nodes = NAMED[name]
+    mask = said_by(parts, 2, seqlen_q, seqlen_kv)
+    assert check(mask, 2) is not None
+    assert looked(mask, 2).recognized == nodes
+
+
+def test_padding_with_queries_of_its_own_is_a_document_beside_padding():
+    """As masks are where the padding of packed documents neither attends nor is attended to."""
+    real = torch.arange(N) < torch.tensor([[N], [220]])
+    mask = said_by((Causal(), Documents(lengths=PACKED.lengths)), 2, N, N)
+    mask = mask & real[:, None, :, None] & real[:, None, None, :]
+    check(mask, 2)
+    assert looked(mask, 2).recognized == (
+        CAUSAL,
+        DocumentsNode(contiguous=False),
+        KeyPaddingNode(lengths=(N, 220)),
+    )
+    assert looked(mask[1:], 1).recognized == (
+        CAUSAL,
+        DocumentsNode(lengths=(100, 50, 70, 80)),
+        KeyPaddingNode(lengths=(220,)),
+    )
+
+
+@pytest.mark.parametrize("shape", [(400,), (1, 400), (1, 1, 1, 400), (2, 1, 1, 400)])
+def test_one_row_for_all_queries_is_padding(shape):
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[..., 30:200] = True
+    extent = Extent(2, 3, N, 400)
+    seen = look._look(mask, extent)
+    assert seen.recognized == (
+        KeyPaddingNode(lengths=(370, 370), side="left"),
+        KeyPaddingNode(lengths=(200, 200)),
+    )
+    assert torch.equal(*torch.broadcast_tensors(said_by(seen.masks, 2, N, 400), mask))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, N])
+def test_one_row_that_is_expanded_along_queries_is_read_once(seqlen_q, monkeypatch):
+    read = []
+    monkeypatch.setattr(look, "_read", lambda m, real=look._read: read.append(tuple(m.shape)) or real(m))
+    mask = (torch.arange(400) < torch.tensor([[400], [200]]))[:, None, None].expand(2, 3, seqlen_q, 400)
+    assert looked(mask, 2).recognized == (KeyPaddingNode(lengths=(400, 200)),)
+    assert read == [(2, 1, 1, 400)]
+
+
+def test_one_tensor_for_all_batch_rows_says_so_for_each():
+    mask = said_by((Causal(), KeyPadding(left=(70,))), 1, N, N)
+    assert looked(mask, 3).recognized == (CAUSAL, KeyPaddingNode(lengths=(230,) * 3, side="left"))
+
+
+def test_heads_that_differ_are_not_recognised():
+    mask = said_by((Causal(),), 2, N, N).repeat(1, 3, 1, 1)
+    assert looked(mask, 2).recognized == (CAUSAL,)
+    mask[1, 2] = True
+    assert looked(mask, 2).recognized is None
+
+
+@pytest.mark.parametrize("place", [(150, 20), (299, 0), (10, 200), (0, 299)])
+def test_one_element_flipped_away_from_the_edge_is_not_recognised(place):
+    for parts, (seqlen_q, seqlen_kv), _ in NAMED.values():
+        if seqlen_q == seqlen_kv == N and parts != ():
+            mask = said_by(parts, 2, N, N)
+            mask[1, 0, *place] = ~mask[1, 0, *place]
+            assert check(mask, 2) is None or place in {(299, 0), (0, 299)}
 
 
 @pytest.mark.parametrize("row", [0, 150, 299])
 def test_one_empty_row_is_seen(row):
-    mask = torch.ones(2, 1, 300, 300, dtype=torch.bool)
+    mask = torch.ones(2, 1, N, N, dtype=torch.bool)
     mask[1, 0, row] = False
-    assert seen(mask) == ("some", None)
-
-
-def test_one_sequence_of_the_batch_that_differs_is_seen():
-    mask = torch.ones(3, 1, 300, 300, dtype=torch.bool).tril()
-    mask[2, 0, 299, 0] = False
-    assert seen(mask) == ("none", None)
-
-
-def test_a_mask_read_in_several_pieces_is_read_to_its_end(monkeypatch):
-    monkeypatch.setattr(tensors, "_LOOK_CHUNK", 300 * 7)
-    causal = torch.ones(300, 300, dtype=torch.bool).tril()
-    assert seen(causal) == ("none", (CausalNode(),))
-    causal[299, 299] = False
-    assert seen(causal) == ("none", None)
-
-
-@pytest.fixture
-def looks(monkeypatch):
-    """Count the looks."""
-    counted = []
-    look = tensors._look
-
-    def count(tensor):
-        counted.append(tensor.shape)
-        return look(tensor)
-
-    monkeypatch.setattr(tensors, "_look", count)
-    return counted
-
-
-def test_one_look_serves_every_layer(looks):
-    mask = torch.ones(300, 300, dtype=torch.bool).tril()
-    query = torch.randn(1, 2, 300, 8)
-    for _ in range(3):
-        attnroute.attention(query, query, query, mask)
-        attnroute.attention(query, query, query, masks.Dense(mask))
-        attnroute.explain(query, query, query, mask)
-    assert len(looks) == 1
-
-
-def test_a_mask_changed_in_place_is_looked_at_again(looks):
-    mask = torch.ones(300, 300, dtype=torch.bool).tril()
-    assert seen(mask)[1] == (CausalNode(),)
-    mask[0, 1] = True
-    assert seen(mask)[1] is None
-    mask.view(-1)[1] = False
-    assert seen(mask)[1] == (CausalNode(),)
-    assert len(looks) == 3
-
-
-def test_equal_masks_that_are_other_tensors_are_looked_at_each(looks):
-    mask = torch.ones(300, 300, dtype=torch.bool).tril()
-    assert seen(mask) == seen(mask.clone())
-    assert len(looks) == 2
-
-
-def test_a_freed_mask_leaves_nothing_behind():
-    mask = torch.ones(300, 300, dtype=torch.bool).tril()
-    seen(mask)
-    place = id(mask)
-    assert place in tensors._MEMORY
-    mask = mask.clone()
-    gc.collect()
-    assert place not in tensors._MEMORY or tensors._MEMORY[place].reference() is not None
-
-
-@pytest.mark.parametrize("size", [(255, 257), (1, 65_535), (1, 1)])
-def test_a_small_mask_is_not_looked_at(looks, size):
-    assert size[0] * size[1] < LOOK_THRESHOLD
-    assert seen(torch.ones(size, dtype=torch.bool)) is None
-    assert looks == []
-
-
-def test_a_mask_that_broadcasts_along_queries_or_keys_is_not_looked_at(looks):
-    extent = Extent(1, 1, 300, 300)
-    for shape in ((300,), (1, 300), (300, 1), (1, 1, 1, 300)):
-        assert look_into(torch.ones(shape, dtype=torch.bool), extent) is None
-    assert looks == []
-
-
-def test_a_mask_without_a_version_is_not_looked_at(looks):
-    with torch.inference_mode():
-        assert seen(torch.ones(300, 300, dtype=torch.bool)) is None
-    trained = torch.ones(300, 300).requires_grad_()
-    assert look_into(trained, extent_of(trained)) is None
-    assert looks == []
-
-
-def test_a_mask_without_values_is_not_looked_at(looks):
-    assert seen(torch.ones(300, 300, dtype=torch.bool, device="meta")) is None
-    assert looks == []
-
-
-def test_a_mask_of_another_type_than_torchs_own_is_not_looked_at(looks):
-    class Logged(torch.Tensor):
-        pass
-
-    assert seen(torch.ones(300, 300, dtype=torch.bool).as_subclass(Logged)) is None
-    assert looks == []
+    assert looked(mask, 2).empty_rows == "some"
+    check(mask, 2)
 
 
 def test_a_mask_of_no_batch_row_is_looked_at_without_harm():
-    mask = torch.ones(1, 1, 300, 300, dtype=torch.bool).expand(0, 1, 300, 300)
-    assert seen(mask) == ("none", ())
+    mask = torch.ones(1, 1, N, N, dtype=torch.bool).expand(0, 1, N, N)
+    assert looked(mask, 0) == look.Seen("none", ())
 
 
-def test_override_keeps_masks_closed(looks):
-    mask = torch.ones(300, 300, dtype=torch.bool).tril()
-    query = torch.randn(1, 2, 300, 8)
-    with attnroute.override(recognize=False):
-        decision = attnroute.explain(query, query, query, mask)
-        attnroute.attention(query, query, query, mask)
-    assert looks == []
-    (node,) = decision.call.mask
-    assert (node.recognized, node.empty_rows) == (None, "unknown")
+def test_a_mask_read_in_several_pieces_is_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(look, "_CHUNK", N * 7)
+    causal = torch.ones(N, N, dtype=torch.bool).tril()
+    assert looked(causal, 1).recognized == (CAUSAL,)
+    causal[299, 150] = False
+    assert looked(causal, 1).recognized is None
 
 
-def test_the_environment_keeps_masks_closed(looks, monkeypatch):
-    monkeypatch.setenv("ATTNROUTE_RECOGNIZE", "0")
-    attnroute_settings.reload()
-    try:
-        query = torch.randn(1, 2, 300, 8)
-        attnroute.attention(query, query, query, torch.ones(300, 300, dtype=torch.bool).tril())
-    finally:
-        monkeypatch.undo()
-        attnroute_settings.reload()
-    assert looks == []
+@pytest.mark.parametrize("width", [1, 7, 8, 9, 64, 1016, 1023, 1024, 1025, 2049, 5000])
+def test_rows_are_read_as_they_are(width):
+    torch.manual_seed(width)
+    mask = torch.rand(2, 3, 40, width) < torch.linspace(0, 1, 40)[:, None]
+    mask[0, 0, 5], mask[1, 2, 7] = False, True
+    first, count, runs = look._read_rows(mask)
+    starts = torch.cat([mask[..., :1], mask[..., 1:] & ~mask[..., :-1]], -1)
+    assert torch.equal(first.long(), mask.long().argmax(-1))
+    assert torch.equal(count.long(), mask.sum(-1))
+    assert torch.equal(runs.long(), starts.sum(-1))
 
 
-def test_the_data_of_a_mask_says_what_was_found():
-    mask = torch.ones(300, 300, dtype=torch.bool).tril(-1)
-    node = dense_node(mask, extent_of(mask), look=True)
-    assert (node.empty_rows, node.recognized, node.shape, node.aligned) == ("some", None, (300, 300), False)
-    assert dense_node(mask, extent_of(mask), look=False).empty_rows == "unknown"
+def test_bytes_that_are_neither_zero_nor_one_are_true():
+    """As torch's own kernels read them; a view of bytes as bools is checked by nobody."""
+    data = torch.ones(N, N, dtype=torch.uint8).tril()
+    data[200, 100], data[0, 0] = 255, 2
+    assert looked(data.view(torch.bool), 1).recognized == (CAUSAL,)
 
 
-class Arguments(Spy):
-    """Keep what the flash operator was called with."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name().startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
-            names = [a.name for a in func._schema.arguments]
-            self.calls.append({**dict(zip(names, args, strict=False)), **(kwargs or {})})
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@pytest.mark.parametrize("wrap", [lambda mask: mask, masks.Dense], ids=["tensor", "object"])
-def test_a_dense_causal_mask_runs_as_is_causal_without_a_tensor(wrap):
-    query, key, value = torch.randn(3, 1, 2, 300, 16).unbind()
-    mask = torch.ones(1, 1, 300, 300, dtype=torch.bool).tril()
-    with Arguments() as spy:
-        out = attnroute.attention(query, key, value, wrap(mask))
-    (call,) = spy.calls
-    assert call["is_causal"] is True
-    assert call.get("attn_mask") is None
-    assert error(out, attend(query, key, value, allowed=mask)[0]) <= TOLERANCE[torch.float32]
-
-
-def test_a_full_mask_runs_without_a_tensor():
-    query, key, value = torch.randn(3, 1, 2, 300, 16).unbind()
-    with Arguments() as spy:
-        out = attnroute.attention(query, key, value, torch.ones(300, 300, dtype=torch.bool))
-    (call,) = spy.calls
-    assert call.get("is_causal", False) is False
-    assert call.get("attn_mask") is None
-    assert error(out, attend(query, key, value)[0]) <= TOLERANCE[torch.float32]
-
-
-def test_a_dense_causal_mask_beside_a_window_keeps_both():
-    query, key, value = torch.randn(3, 1, 2, 300, 16).unbind()
-    mask = torch.ones(300, 300, dtype=torch.bool).tril()
-    out = attnroute.attention(query, key, value, mask, window=(5, None))
-    allowed = mask & ~mask.tril(-6)
-    assert error(out, attend(query, key, value, allowed=allowed)[0]) <= TOLERANCE[torch.float32]
-
-
-def test_masks_of_one_shape_that_say_different_things_go_different_ways():
-    query, key, value = torch.randn(3, 1, 2, 300, 16).unbind()
-    causal = torch.ones(300, 300, dtype=torch.bool).tril()
-    full, odd = torch.ones_like(causal), causal.clone()
-    odd[299, 17] = False
-    for _ in range(2):
-        for mask in (causal, full, odd):
-            out = attnroute.attention(query, key, value, mask)
-            assert error(out, attend(query, key, value, allowed=mask)[0]) <= TOLERANCE[torch.float32]
-
-
-def test_a_route_taken_inside_vmap_is_not_that_of_another_mask():
-    query, key, value = torch.randn(3, 2, 1, 2, 300, 8).unbind()
-    causal = torch.ones(300, 300, dtype=torch.bool).tril()
-    odd = causal.clone()
-    odd[299, 17] = False
-    for mask in (causal, odd):
-
-        def run(q, k, v, mask=mask):
-            return attnroute.attention(q, k, v, mask)
-
-        out = torch.vmap(run)(query, key, value).flatten(0, 1)
-        want, _ = attend(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), allowed=mask)
-        assert error(out, want) <= TOLERANCE[torch.float32]
+def test_rows_that_differ_between_sequences_can_share_a_band_only():
+    first = torch.zeros(2, 4, dtype=torch.int32)
+    last = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 3]], dtype=torch.int32)
+    assert recognize(Rows(first[:1], last[:1], 1, 4, 4)) == (Causal(),)
+    assert recognize(Rows(first[:1], last[1:], 1, 4, 4)) == (Window(None, 1),)
+    assert recognize(Rows(first, last, 2, 4, 4)) is None

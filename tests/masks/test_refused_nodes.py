@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from attnroute import masks
 from attnroute.errors import ArgumentError
@@ -32,11 +33,40 @@ REFUSED = [
     ),
     (
         masks.Documents,
-        "Documents requires exactly one of lengths, ids and cu_seqlens; got none; pass one of them.",
+        "Documents requires exactly one of lengths, ids, cu_seqlens and position_ids; got none; pass one",
     ),
     (
         lambda: masks.Documents(lengths=[1], ids=torch.zeros(1)),
-        "Documents requires exactly one of lengths, ids and cu_seqlens; got ['lengths', 'ids']; pass",
+        "Documents requires exactly one of lengths, ids, cu_seqlens and position_ids; got ['lengths', 'ids']",
+    ),
+    (
+        lambda: masks.Documents(position_ids=torch.zeros(1, 2, 3, dtype=torch.int64)),
+        "Documents position_ids requires a 1-D or 2-D integer tensor; got torch.int64 of shape (1, 2, 3);",
+    ),
+    (
+        lambda: masks.Documents(position_ids=[0, 1]),
+        "Documents position_ids requires a 1-D or 2-D integer tensor; got list; convert it.",
+    ),
+    (lambda: masks.PrefixLM([1], "middle"), CAUSAL_WORDS),
+    (
+        lambda: masks.PrefixLM(3),
+        "PrefixLM lengths requires a sequence of counts; got 3; pass a list of ints.",
+    ),
+    (
+        lambda: masks.PrefixLM([2, -1]),
+        "PrefixLM lengths requires counts of at least 0; got (2, -1); pass how many tokens there are.",
+    ),
+    (
+        lambda: masks.PrefixLM(torch.ones(2)),
+        "PrefixLM lengths requires a 1-D integer tensor; got torch.float32 of shape (2,); convert it.",
+    ),
+    (
+        lambda: masks.Function(torch.ones(2, 2)),
+        "mask Function requires a function; got Tensor; pass a mask_mod or score_mod.",
+    ),
+    (
+        lambda: masks.Blocks(torch.ones(2, 2)),
+        "mask Blocks requires a BlockMask of torch; got Tensor; make one with create_block_mask, or pass",
     ),
     (
         lambda: masks.Documents(lengths=3),
@@ -100,6 +130,10 @@ REFUSED = [
 FLAGS = torch.ones(3, 5, dtype=torch.bool)
 
 
+def blocks(*sizes):
+    return create_block_mask(lambda _b, _h, i, j: j <= i, *sizes, device="cpu")
+
+
 DOES_NOT_FIT = [
     (
         masks.Documents(lengths=[4]),
@@ -156,9 +190,29 @@ DOES_NOT_FIT = [
     ),
     (masks.Dense(FLAGS[None, None, None]), (1, 3, 5), "got (1, 1, 1, 3, 5); reshape it"),
     (
-        masks.Documents(lengths=[4]) & masks.Documents(lengths=[4]),
-        (1, 4, 4),
-        "mask requires at most one Documents node; got 2; combine the ids into one node.",
+        masks.Documents(position_ids=torch.zeros(2, 4, dtype=torch.int64)),
+        (3, 4, 4),
+        "mask Documents position_ids requires shape (4,) or (3, 4); got (2, 4); give every token its pos",
+    ),
+    (
+        masks.PrefixLM([1, 2]),
+        (3, 4, 4),
+        "mask PrefixLM lengths requires one entry per batch row (3); got 2; pass one count per row.",
+    ),
+    (
+        masks.PrefixLM([1, 5]),
+        (2, 8, 4),
+        "mask PrefixLM lengths requires counts from 0 to seqlen_kv = 4; got (1, 5); count keys",
+    ),
+    (
+        masks.Blocks(blocks(1, 1, 4, 4)),
+        (1, 4, 8),
+        "mask requires a BlockMask made for seqlen_q = 4, seqlen_kv = 8; got (4, 4); make one with",
+    ),
+    (
+        masks.Blocks(blocks(2, 1, 4, 4)),
+        (3, 4, 4),
+        "mask requires a BlockMask for 1 or 3 batch rows and 1 or 1 heads; got (2, 1); make one for this",
     ),
 ]
 

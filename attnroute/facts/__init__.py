@@ -11,6 +11,7 @@ from typing import Final, get_args
 
 from attnroute.call import (
     AlibiBias,
+    AnyNode,
     Call,
     CausalNode,
     DenseBias,
@@ -19,10 +20,16 @@ from attnroute.call import (
     FunctionBias,
     FunctionNode,
     KeyPaddingNode,
+    NotNode,
     PrefixNode,
     WindowNode,
 )
+from attnroute.facts.empty import empty_rows_of
+from attnroute.facts.nested import is_cross, lengths_vary, nested
 from attnroute.vocabulary import DTYPES, Distributed, EmptyRows, Layout, Phase, ScaleSign, Transform
+
+__all__ = ["FACTS", "LENGTH_FACTS", "UNKNOWN", "WORDS", "Facts", "Value", "Varies"]
+__all__ += ["alignment_of", "empty_rows_of", "facts_of", "nested"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +73,37 @@ FACTS: Final[dict[str, str]] = {
     "head_dim_v": "last dimension of value",
     "head_dim_max": "the larger of head_dim_qk and head_dim_v",
     "head_dims_equal": "head_dim_qk equals head_dim_v",
+    "head_dims_power_of_two": "head_dim_qk and head_dim_v are powers of two",
+    "gqa_ratio_power_of_two": "num_heads_q / num_heads_kv is a power of two",
     "layout": "bhsd, bshd or thd",
     "phase": "inference or training",
     "scale": "sign of the factor on QK^T: positive, zero or negative",
-    "causal": "the mask has a causal node",
-    "window": "the mask has a window node",
+    "causal": "the mask has a causal node; those inside a disjunction or a negation do not count",
+    "window": "the mask has a window node; those inside a disjunction or a negation do not count",
     "window_right_open": "the mask has a window node whose right side is open and no causal node",
-    "documents": "the mask has a documents node",
-    "key_padding": "the mask has a key padding node",
-    "prefix": "the mask has a prefix node",
-    "dense_mask": "the mask has a bool tensor",
-    "function_mask": "the mask has a predicate",
+    "documents": "the mask has a documents node; those inside a disjunction or a negation do not count",
+    "key_padding": "the mask has a key padding node; those inside a disjunction or a negation do not count",
+    "prefix": "the mask has a prefix node; those inside a disjunction or a negation do not count",
+    "combined_mask": (
+        "the mask has a disjunction or a negation: a kernel that takes one evaluates the causal, window, "
+        "documents, key padding and prefix nodes inside it"
+    ),
+    "documents_cross": (
+        "a ragged batch whose queries and keys have lengths of their own: causal and window nodes have a "
+        "diagonal in each document"
+    ),
+    "dense_mask": "the mask has a bool tensor, or one inside a disjunction or a negation, which reads it",
+    "function_mask": "the mask has a predicate, or one inside a disjunction or a negation, which calls it",
     "band_only": "the mask says no more than causal and window do",
     "only_causal": "the mask is causal and nothing else, and there is no bias",
-    "alignment": "of causal and window nodes: none, square, top_left, bottom_right or mixed",
-    "mask_last_dim_contiguous": "the last stride of mask and bias tensors is 1",
+    "alignment": "of causal, window and prefix nodes: none, square, top_left, bottom_right or mixed",
+    "mask_last_dim_contiguous": "the last stride of mask and bias tensors that a kernel is handed is 1",
     "mask_aligned": "row, head and batch strides of mask and bias tensors are multiples of 8 elements",
     "mask_rank_2_or_4": "every mask or bias tensor has 2 or 4 dimensions; true without one",
     "mask_has_query_dim": "a mask or bias tensor has its own row for every query",
     "dense_bias": "a float tensor is added to the scores",
     "bias_is_query_dtype": "there is no bias tensor, or its dtype is the query's",
-    "bias_requires_grad": "the bias tensor requires grad",
+    "bias_requires_grad": "the bias, the ALiBi slopes or a tensor that a score_mod reads require grad",
     "only_bias_requires_grad": "the bias requires grad, query, key and value do not",
     "empty_rows": "whether some query may attend no key: none, some or unknown",
     "softcap": "softcap value, 0 = off",
@@ -103,6 +120,7 @@ FACTS: Final[dict[str, str]] = {
     "kv_heads_expanded": "key/value heads are one head with stride 0",
     "compiled": "the call is traced by torch.compile",
     "cuda_graph": "the call is captured into a CUDA graph",
+    "dispatch_mode": "a TorchDispatchMode sees the operators of the call",
     "transform": "none, double_backward, forward_ad, vmap or export",
     "distributed": "none, dtensor or context_parallel",
 }
@@ -161,6 +179,10 @@ def _round_up(value: int | Varies, multiple: int) -> int | Varies:
     return value if isinstance(value, Varies) else -(-value // multiple) * multiple
 
 
+def _is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
 def _sizes(call: Call) -> Facts:
     batch = _length(call, "batch")
     seqlen_q, seqlen_kv = _length(call, "seqlen_q"), _length(call, "seqlen_kv")
@@ -185,6 +207,8 @@ def _sizes(call: Call) -> Facts:
         "head_dim_v": call.head_dim_v,
         "head_dim_max": max(call.head_dim_qk, call.head_dim_v),
         "head_dims_equal": call.head_dim_qk == call.head_dim_v,
+        "head_dims_power_of_two": _is_power_of_two(call.head_dim_qk) and _is_power_of_two(call.head_dim_v),
+        "gqa_ratio_power_of_two": _is_power_of_two(call.num_heads_q // max(1, call.num_heads_kv)),
     }
 
 
@@ -200,8 +224,10 @@ def _mask(call: Call) -> Facts:
         "documents": any(isinstance(n, DocumentsNode) for n in nodes),
         "key_padding": any(isinstance(n, KeyPaddingNode) for n in nodes),
         "prefix": any(isinstance(n, PrefixNode) for n in nodes),
-        "dense_mask": any(isinstance(n, DenseNode) for n in nodes),
-        "function_mask": any(isinstance(n, FunctionNode) for n in nodes),
+        "dense_mask": any(isinstance(n, DenseNode) for n in nested(nodes)),
+        "function_mask": any(isinstance(n, FunctionNode) for n in nested(nodes)),
+        "combined_mask": any(isinstance(n, AnyNode | NotNode) for n in nodes),
+        "documents_cross": is_cross(call),
         "band_only": len(band) == len(nodes),
         "only_causal": causal and len(nodes) == 1 and call.bias is None,
         "alignment": alignment_of(call),
@@ -210,6 +236,7 @@ def _mask(call: Call) -> Facts:
 
 
 def _tensors(call: Call) -> list[DenseNode | DenseBias]:
+    """Return what a kernel is handed; a tensor inside a disjunction is read element by element."""
     found: list[DenseNode | DenseBias] = [n for n in call.mask if isinstance(n, DenseNode)]
     if isinstance(call.bias, DenseBias):
         found.append(call.bias)
@@ -219,7 +246,7 @@ def _tensors(call: Call) -> list[DenseNode | DenseBias]:
 def _additive(call: Call) -> Facts:
     tensors = _tensors(call)
     bias = call.bias if isinstance(call.bias, DenseBias) else None
-    grad = bias is not None and bias.requires_grad
+    grad = call.bias is not None and call.bias.requires_grad
     only: Value = False
     if grad and call.phase == "training":
         only = UNKNOWN if call.qkv_requires_grad is None else not call.qkv_requires_grad
@@ -255,95 +282,17 @@ def _rest(call: Call) -> Facts:
         "kv_heads_expanded": call.strides.kv_heads_expanded,
         "compiled": call.context.compiled,
         "cuda_graph": call.context.cuda_graph,
+        "dispatch_mode": call.context.dispatch_mode,
         "transform": call.context.transform or "none",
         "distributed": call.context.distributed or "none",
     }
 
 
 def alignment_of(call: Call) -> str:
-    """Return where the diagonal of causal and window nodes starts, "square" when both corners agree."""
-    found = {n.alignment for n in call.mask if isinstance(n, CausalNode | WindowNode)}
+    """Return where the diagonal of causal, window and prefix nodes starts, "square" if both corners agree."""
+    found = {n.alignment for n in call.mask if isinstance(n, CausalNode | WindowNode | PrefixNode)}
     if not found:
         return "none"
-    if call.seqlen_q == call.seqlen_kv and not _lengths_vary(call):
+    if call.seqlen_q == call.seqlen_kv and not lengths_vary(call) and not is_cross(call):
         return "square"
     return found.pop() if len(found) == 1 else "mixed"
-
-
-def empty_rows_of(call: Call) -> str:
-    """Return whether some query may attend no key: "none", "some" or "unknown"."""
-    dynamic = call.context.dynamic
-    sizes = {"batch": call.batch, "heads": call.num_heads_q, "seqlen_q": call.seqlen_q}
-    if any(size == 0 and name not in dynamic for name, size in sizes.items()):
-        return "none"
-    if call.seqlen_kv == 0 and "seqlen_kv" not in dynamic:
-        return "some"
-    states = {_node_empty_rows(node, call) for node in call.mask}
-    if call.bias is not None:
-        states.add(_bias_empty_rows(call.bias))
-    if "some" in states:
-        return "some"
-    return "unknown" if "unknown" in states or not _share_a_key(call) else "none"
-
-
-def _share_a_key(call: Call) -> bool:
-    """Return whether parts that each leave every query a key are known to leave it one together."""
-    if isinstance(call.bias, DenseBias):
-        return not call.mask
-    return len(call.mask) <= 1 or _share_first_key(call) or _share_diagonal(call)
-
-
-def _share_first_key(call: Call) -> bool:
-    def allows_first(node: object) -> bool:
-        if isinstance(node, WindowNode):
-            return node.left is None
-        right_padded = isinstance(node, KeyPaddingNode) and node.side == "right"
-        return right_padded or isinstance(node, CausalNode | PrefixNode)
-
-    return all(allows_first(node) for node in call.mask)
-
-
-def _share_diagonal(call: Call) -> bool:
-    """Bands of one alignment overlap at the diagonal; where it is square, other parts hold it too."""
-    if all(isinstance(node, CausalNode | WindowNode) for node in call.mask):
-        return alignment_of(call) != "mixed"
-    square = call.seqlen_q == call.seqlen_kv and not _lengths_vary(call)
-    return square and all(
-        isinstance(node, CausalNode | WindowNode | DocumentsNode | PrefixNode) for node in call.mask
-    )
-
-
-def _lengths_vary(call: Call) -> bool:
-    return bool({"seqlen_q", "seqlen_kv"} & set(call.context.dynamic))
-
-
-def _bias_empty_rows(bias: object) -> str:
-    if isinstance(bias, DenseBias):
-        return bias.empty_rows
-    return "none" if isinstance(bias, AlibiBias) else "unknown"
-
-
-def _node_empty_rows(node: object, call: Call) -> str:
-    if isinstance(node, DenseNode):
-        return node.empty_rows
-    if isinstance(node, CausalNode | WindowNode):
-        return _band_empty_rows(node, call)
-    if isinstance(node, KeyPaddingNode):
-        if node.lengths is None:
-            return "unknown"
-        return "some" if 0 in node.lengths else "none"
-    if isinstance(node, DocumentsNode):
-        return "none" if call.seqlen_q == call.seqlen_kv else "unknown"
-    return "none" if isinstance(node, PrefixNode) else "unknown"
-
-
-def _band_empty_rows(node: CausalNode | WindowNode, call: Call) -> str:
-    left, right = (node.left, node.right) if isinstance(node, WindowNode) else (None, 0)
-    if left is None and (right is None or node.alignment == "top_left"):
-        return "none"
-    if _lengths_vary(call):
-        return "unknown"
-    offset = call.seqlen_kv - call.seqlen_q if node.alignment == "bottom_right" else 0
-    first_row_ok = right is None or offset + right >= 0
-    last_row_ok = left is None or call.seqlen_q - 1 + offset - left <= call.seqlen_kv - 1
-    return "none" if first_row_ok and last_row_ok else "some"

@@ -1,0 +1,148 @@
+"""A lowered mask as an expression over single indices, the language that FlexAttention compiles.
+
+The expression is Python text over the indices `b`, `h`, `i`, `j` and over names of tensors and functions.
+Masks with the same text are compiled once: what differs between them stands in the tensors. Only bands are
+numbers in the text, because a kernel with a constant window is 4 % faster (benchmarks/flex_structure.py);
+after a few different ones they are tensors too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from attnroute.masks.region import block_matrices
+
+if TYPE_CHECKING:
+    from attnroute.masks.lowered import LoweredMask
+
+SCALARS_KEPT: Final = 256
+"""Numbers kept as tensors on a device: offsets and window sizes."""
+CONSTANT_BANDS: Final = 8
+"""Different limits of bands that are compiled as constants; a model has one or two."""
+EVERYBODY: Final = "j >= 0"
+
+_CONSTANTS: set[int] = set()
+
+
+@dataclass(slots=True)
+class Names:
+    """The tensors and functions that an expression speaks of, named in the order in which they came.
+
+    Attributes:
+        prefix: Starts every name.
+        tensors: The tensors; a tensor that comes twice has one name.
+        functions: The functions.
+    """
+
+    prefix: str
+    tensors: list[Tensor] = field(default_factory=list)
+    functions: list[Callable[..., Any]] = field(default_factory=list)
+
+    def tensor(self, tensor: Tensor) -> str:
+        """Return the name of a tensor."""
+        for place, known in enumerate(self.tensors):
+            if known is tensor:
+                return f"{self.prefix}{place}"
+        self.tensors.append(tensor)
+        return f"{self.prefix}{len(self.tensors) - 1}"
+
+    def function(self, function: Callable[..., Any]) -> str:
+        """Return the name of a function."""
+        self.functions.append(function)
+        return f"{self.prefix}f{len(self.functions) - 1}"
+
+
+def expression(lowered: LoweredMask, names: Names, device: torch.device) -> str:
+    """Return a lowered mask as an expression that is true where query `i` may attend key `j`.
+
+    Args:
+        lowered: The mask.
+        names: Takes the tensors and functions of the expression.
+        device: Where the tensors must lie.
+    """
+    parts = [*_band(lowered, names, device), *_tokens(lowered, names)]
+    parts += [_any_of(alternatives, names, device) for alternatives in lowered.either]
+    parts += [f"~({expression(part, names, device)})" for part in lowered.exclude]
+    parts += [f"{names.function(f.mask_mod)}(b, h, i, j)" for f in lowered.functions]
+    parts += [_in_blocks(block_mask, names) for block_mask in lowered.sparse]
+    if not parts:
+        return EVERYBODY
+    return parts[0] if len(parts) == 1 else " & ".join(f"({part})" for part in parts)
+
+
+@lru_cache(maxsize=SCALARS_KEPT)
+def scalar(value: int, device: torch.device) -> Tensor:
+    """Return a number as a 0-D int64 tensor that lives on."""
+    with torch.inference_mode(mode=False):
+        return torch.tensor(value, device=device)
+
+
+def entry(tensor: Tensor, names: Names) -> str:
+    """Return the expression of an entry of a four-dimensional tensor, dimensions of size 1 broadcasting."""
+    has = [n > 1 for n in tensor.shape]
+    if tensor.device.type == "cpu":
+        return _flat_entry(tensor, has, names)
+    at = (index if varies else "0" for index, varies in zip("bhij", has, strict=True))
+    return f"{names.tensor(tensor)}[{', '.join(at)}]"
+
+
+def _flat_entry(tensor: Tensor, has: list[bool], names: Names) -> str:
+    """Read one flat run: with strides that vary, inductor's C++ template does not compile (torch 2.13)."""
+    packed = tensor.contiguous()
+    terms = [
+        index if index == "j" else f"{index} * {names.tensor(scalar(step, tensor.device))}"
+        for index, step, varies in zip("bhij", packed.stride(), has, strict=True)
+        if varies
+    ]
+    return f"{names.tensor(packed.view(-1))}[{' + '.join(terms) or 'j * 0'}]"
+
+
+def _band(lowered: LoweredMask, names: Names, device: torch.device) -> list[str]:
+    diagonal = "i" if lowered.diagonal is None else f"{names.tensor(lowered.diagonal)}[i]"
+    found = []
+    for limit, sign in ((lowered.band_hi, "<="), (lowered.band_lo, ">=")):
+        if limit == 0:
+            found.append(f"j {sign} {diagonal}")
+        elif limit is not None:
+            found.append(f"j - {diagonal} {sign} {_limit(limit, names, device)}")
+    return found
+
+
+def _limit(value: int, names: Names, device: torch.device) -> str:
+    if value in _CONSTANTS or len(_CONSTANTS) < CONSTANT_BANDS:
+        _CONSTANTS.add(value)
+        return str(value)
+    return names.tensor(scalar(value, device))
+
+
+def _tokens(lowered: LoweredMask, names: Names) -> list[str]:
+    found = []
+    ids_q, ids_kv, keep = lowered.document_ids_q, lowered.document_ids_kv, lowered.key_keep
+    if ids_q is not None and ids_kv is not None:
+        row_q, row_kv = ("b" if ids.shape[0] > 1 else "0" for ids in (ids_q, ids_kv))
+        found.append(f"{names.tensor(ids_q)}[{row_q}, i] == {names.tensor(ids_kv)}[{row_kv}, j]")
+    if keep is not None:
+        found.append(f"{names.tensor(keep)}[{'b' if keep.shape[0] > 1 else '0'}, j]")
+    if lowered.dense is not None:
+        found.append(entry(lowered.dense, names))
+    return found
+
+
+def _any_of(alternatives: tuple[LoweredMask, ...], names: Names, device: torch.device) -> str:
+    return " | ".join(f"({expression(part, names, device)})" for part in alternatives)
+
+
+def _in_blocks(block_mask: Any, names: Names) -> str:
+    """A BlockMask among other parts: its blocks are asked for each pair."""
+    size_q, size_kv = block_mask.BLOCK_SIZE
+    partial, full = block_matrices(block_mask)
+    row, head = ("b" if full.shape[0] > 1 else "0"), ("h" if full.shape[1] > 1 else "0")
+    at = f"[{row}, {head}, i // {size_q}, j // {size_kv}]"
+    asked = f"{names.function(block_mask.mask_mod)}(b, h, i, j)"
+    return f"{names.tensor(full)}{at} | ({names.tensor(partial)}{at} & {asked})"

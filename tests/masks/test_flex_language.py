@@ -1,0 +1,137 @@
+"""Masks in FlexAttention's language say what `materialize` says, and their lists of blocks miss nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from mask_trees import masks
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from attnroute.masks import Blocks, Causal, Dense, Documents, KeyPadding, Window, mods
+from attnroute.masks.blocks import guess
+from attnroute.masks.lowered import FULL
+from attnroute.masks.mods import CONSTANT_BANDS, Names, expression
+from attnroute.masks.nodes import Extent
+
+CPU = torch.device("cpu")
+
+
+def anybody(b, h, i, j):
+    return j >= 0
+
+
+@pytest.fixture(autouse=True)
+def no_constants_yet(monkeypatch):
+    monkeypatch.setattr(mods, "_CONSTANTS", set())
+
+
+def asked(mask, extent):
+    """Ask the expression for every pair."""
+    names = Names("m")
+    text = expression(mask.lower(FULL, extent), names, CPU)
+    space = {f"m{n}": t for n, t in enumerate(names.tensors)}
+    space |= {f"mf{n}": f for n, f in enumerate(names.functions)}
+    mask_mod = eval(f"lambda b, h, i, j: {text}", space)  # our own text, made two lines above
+    return create_mask(
+        mask_mod, extent.batch, extent.num_heads_q, extent.seqlen_q, extent.seqlen_kv, device="cpu"
+    )
+
+
+def written_out(mask, extent):
+    batch, heads, seqlen_q, seqlen_kv, _ = extent
+    full = mask.materialize(seqlen_q, seqlen_kv, batch=batch, num_heads_q=heads)
+    return full.expand(batch, heads, seqlen_q, seqlen_kv)
+
+
+def by_block(full, block, reduce):
+    rows = [
+        [getattr(cell.flatten(2), reduce)(-1) for cell in row.split(block[1], 3)]
+        for row in full.split(block[0], 2)
+    ]
+    return torch.stack([torch.stack(row, -1) for row in rows], -2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks())
+def test_the_expression_of_a_mask_is_the_mask(drawn):
+    mask, extent = drawn
+    assert torch.equal(asked(mask, extent), written_out(mask, extent))
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks())
+def test_no_allowed_pair_is_outside_of_the_listed_blocks_and_no_full_block_holds_a_forbidden_one(drawn):
+    mask, extent = drawn
+    block = (4, 3)
+    some, every = guess(mask.lower(FULL, extent), extent, block)
+    full = written_out(mask, extent)
+    assert (some | ~by_block(full, block, "any")).all()
+    assert (~every | by_block(full, block, "all")).all()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Causal(),
+        Causal("bottom_right"),
+        Window(5, 2),
+        Window(3, 0, "bottom_right"),
+        KeyPadding(lengths=[3, 9]),
+        KeyPadding(left=[3, 9]),
+        Dense(torch.rand(2, 3, 14, 17, generator=torch.Generator().manual_seed(0)) > 0.8),
+    ],
+    ids=repr,
+)
+def test_simple_masks_list_exactly_the_blocks_that_hold_something(mask):
+    extent = Extent(2, 3, 14, 17, CPU)
+    some, every = guess(mask.lower(FULL, extent), extent, (4, 3))
+    full = written_out(mask, extent)
+    assert torch.equal(some.expand(2, 3, 4, 6), by_block(full, (4, 3), "any"))
+    assert torch.equal(every.expand(2, 3, 4, 6), by_block(full, (4, 3), "all"))
+
+
+def test_documents_list_exactly_the_blocks_on_their_diagonal():
+    extent = Extent(1, 1, 16, 16, CPU)
+    mask = Causal() & Documents(lengths=[8, 8])
+    some, every = guess(mask.lower(FULL, extent), extent, (4, 4))
+    full = written_out(mask, extent)
+    assert torch.equal(some, by_block(full, (4, 4), "any"))
+    assert torch.equal(every, by_block(full, (4, 4), "all"))
+
+
+def test_a_long_band_is_listed_without_anything_of_size_seqlen_q_times_seqlen_kv():
+    length = 2**20
+    extent = Extent(1, 1, length, length, CPU)
+    some, _ = guess(Window(4095).lower(FULL, extent), extent, (1024, 1024))
+    assert some.shape == (1, 1, 1024, 1024)
+    assert some.sum().item() == sum(min(row, 4) + 1 for row in range(1024))
+
+
+def test_masks_that_differ_in_tensors_only_have_one_text():
+    extent = Extent(2, 1, 8, 8, CPU)
+    texts = {
+        expression(KeyPadding(lengths=[n, 3]).lower(FULL, extent), Names("m"), CPU) for n in range(8)
+    } | {expression(KeyPadding(left=[n, 3]).lower(FULL, extent), Names("m"), CPU) for n in range(8)}
+    assert texts == {"m0[b, j]"}
+
+
+def test_after_a_few_windows_their_sizes_are_tensors():
+    extent = Extent(1, 1, 64, 64, CPU)
+    texts = [expression(Window(n).lower(FULL, extent), Names("m"), CPU) for n in range(1, 41)]
+    assert len(set(texts)) == CONSTANT_BANDS + 1
+    assert texts[-1] == "(j <= i) & (j - i >= m0)"
+    assert texts[0] == expression(Window(1).lower(FULL, extent), Names("m"), CPU)
+
+
+def test_a_block_mask_among_other_parts_keeps_its_blocks():
+    blocks = create_block_mask(anybody, 1, 1, 300, 300, device="cpu", BLOCK_SIZE=100)
+    blocks.full_kv_num_blocks[:, :, 1] = 1  # The second row of blocks sees one block, whatever mask_mod says.
+    extent = Extent(1, 1, 300, 300, CPU)
+    mask = Blocks(blocks) & KeyPadding(left=[5])
+    allowed = written_out(mask, extent)[0, 0]
+    assert allowed.sum(-1).tolist() == [295] * 100 + [95] * 100 + [295] * 100
+    assert torch.equal(asked(mask, extent)[0, 0], allowed)
+    some, every = guess(mask.lower(FULL, extent), extent)
+    assert (some | ~by_block(allowed[None, None], (128, 128), "any")).all()
+    assert (~every | by_block(allowed[None, None], (128, 128), "all")).all()
