@@ -9,7 +9,7 @@ from typing import Final
 from attnroute.call import Call
 from attnroute.cli._parser import Parser
 from attnroute.errors import ArgumentError
-from attnroute.line import WORDS, parse
+from attnroute.line import WORDS, parse, split
 from attnroute.vocabulary import DTYPE_SHORT
 
 _SWITCHES: Final = {
@@ -25,7 +25,7 @@ _VALUED: Final = {
     "bias": "bias tensor: DTYPE:SHAPE, like bf16:1x1x64x64",
 }
 _SHORT: Final = {long: short for short, long in DTYPE_SHORT.items()}
-_CONTINUES: Final = re.compile(r"\d+(:\w+)?|open|top_left|bottom_right")
+_CONTINUES: Final = re.compile(r"\d+(:\w+)*|open|top_left|bottom_right")
 _Q: Final = ("b", "hq", "sq", "d")
 _KV: Final = ("hkv", "skv", "/")
 
@@ -37,7 +37,7 @@ def add_call(parser: Parser) -> None:
     group.add_argument("--q", metavar="B,HQ,SQ,D", help="batch, query heads, query length, head dim")
     group.add_argument("--kv", metavar="HKV,SKV[,DV]", help="the same for key and value, where it differs")
     group.add_argument("--dtype", help="bfloat16 or bf16, ...")
-    group.add_argument("--mask", help="mask words joined by commas, like causal,window=4096")
+    group.add_argument("--mask", help="mask words joined by commas, like causal,any(window=4096|prefix=3)")
     for name, does in _VALUED.items():
         group.add_argument(f"--{name}", help=does)
     for name, does in _SWITCHES.items():
@@ -87,9 +87,17 @@ def _numbers(flag: str, text: str, names: tuple[str, ...], least: int | None = N
 
 
 def _mask_words(text: str) -> list[str]:
-    """Split at commas, but for those between the numbers of one word: causal,window=4095,0."""
+    """Split at commas, but for those inside parentheses or between numbers of one word: causal,window=4095,0.
+
+    Raises:
+        ArgumentError: A parenthesis stands alone.
+    """
+    try:
+        pieces = split(text, ",")
+    except ValueError as error:
+        raise ArgumentError(f'--mask requires every parenthesis in pairs; got "{text}".') from error
     words: list[str] = []
-    for piece in text.split(","):
+    for piece in pieces:
         if words and _CONTINUES.fullmatch(piece):
             words[-1] += f",{piece}"
         else:

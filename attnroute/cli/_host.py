@@ -11,11 +11,16 @@ from attnroute.cli._parser import Parser
 from attnroute.errors import ArgumentError, did_you_mean
 from attnroute.host import Host
 from attnroute.probes.packages import PROVIDERS
+from attnroute.report.sentences import listed
 from attnroute.tables.load import Tables
 from attnroute.tables.releases import companions_of, known
 from attnroute.tables.versions import comparable, version_of
 
-_WHEEL = ("cuda", "cudnn")
+_WHEEL = ("cuda", "cudnn", "triton")
+_ANY_CUDA = frozenset({"triton"})
+"""What every wheel of one torch brings along, whatever its CUDA."""
+_PROCESSOR = {"c++": "present", "avx2": "present"}
+"""What a machine without a GPU is taken to have, as most have it: a C++ compiler of any version, and AVX2."""
 
 
 def add_host(parser: Parser) -> None:
@@ -85,22 +90,33 @@ def _assumed(arch: str, given: dict[str, str], without: list[str]) -> tuple[dict
     if "torch" in without:
         return {}, ""
     assumed = {} if "torch" in given else {"torch": known()[-1].torch}
+    if arch == "cpu":
+        clauses = [_said(assumed, "the newest known release")] if assumed else []
+        usual = {n: v for n, v in _PROCESSOR.items() if n not in given and n not in without}
+        clauses += [_said(usual, "as most machines have")] if usual else []
+        return {**assumed, **usual}, "; ".join(clauses)
     torch = given.get("torch", known()[-1].torch)
     open_names = [n for n in _WHEEL if n not in given and n not in without]
-    if arch == "cpu" or not open_names:
-        return assumed, _said(assumed, "the newest known release") if assumed else ""
+    brought, unknown = _brought(torch, given, open_names)
+    assumed |= brought
+    source = "what its default wheel brings" if "torch" in given else "the newest known release"
+    return assumed, "; ".join(part for part in (_said(assumed, source) if assumed else "", unknown) if part)
+
+
+def _brought(torch: str, given: dict[str, str], names: list[str]) -> tuple[dict[str, str], str]:
+    """Return what torch's wheel is known to bring along, and a clause about what is not known."""
     wheel = companions_of(torch)
     cuda = version_of("cuda", {"torch": torch, **given})
-    if wheel is None or cuda not in (None, wheel.cuda):
-        reason = f"torch {torch} with CUDA {cuda}" if wheel else f"torch {torch}"
-        return (
-            assumed,
-            f"nothing about {' and '.join(open_names)}, because no default wheel of {reason} is listed",
-        )
-    assumed |= {name: getattr(wheel, name) for name in open_names}
-    return assumed, _said(
-        assumed, "what its default wheel brings" if "torch" in given else "the newest known release"
-    )
+    if wheel is None:
+        brought, reason = {}, f"torch {torch}"
+    else:
+        default = cuda in (None, wheel.cuda)
+        brought = {n: getattr(wheel, n) for n in names if default or n in _ANY_CUDA}
+        reason = f"torch {torch} with CUDA {cuda}"
+    open_names = [n for n in names if n not in brought]
+    if not open_names:
+        return brought, ""
+    return brought, f"nothing about {listed(open_names)}, because no default wheel of {reason} is listed"
 
 
 def _said(assumed: dict[str, str], source: str) -> str:
@@ -108,7 +124,8 @@ def _said(assumed: dict[str, str], source: str) -> str:
 
 
 def _names(tables: Tables) -> tuple[str, ...]:
-    needed = [name for info in tables.backends.values() for name in info.needs]
+    infos = (tables.info(arch, backend) for arch in tables.arch_names for backend in tables.backends)
+    needed = [name for info in infos for name in info.needs]
     return tuple(dict.fromkeys(["torch", *_WHEEL, *needed, *PROVIDERS]))
 
 

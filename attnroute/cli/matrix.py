@@ -25,6 +25,8 @@ CALLS: Final[dict[str, str]] = {
     "mask tensor": "bf16 b1 hq16 hkv16 sq4096 skv4096 d64 dense=1x1x4096x4096 train",
     "sliding window": "bf16 b1 hq16 hkv8 sq16384 skv16384 d128 window=4095,0 train",
     "packed documents": "bf16 b1 hq16 hkv16 sq8192 skv8192 d128 causal documents=4096,4096 train",
+    "prefix": "bf16 b1 hq16 hkv8 sq8192 skv8192 d128 prefix=1000 train",
+    "score function": "bf16 b1 hq16 hkv8 sq4096 skv4096 d128 causal function_bias train",
     "head dim 256": "bf16 b1 hq16 hkv8 sq4096 skv4096 d256 causal train",
     "head dim 512": "bf16 b1 hq8 hkv4 sq4096 skv4096 d512 causal train",
     "MLA": "bf16 b1 hq16 hkv16 sq4096 skv4096 d192/128 causal train",
@@ -32,6 +34,8 @@ CALLS: Final[dict[str, str]] = {
     "bias gradient": "bf16 b1 hq8 hkv8 sq1024 skv1024 d64 bias=bf16:1x8x1024x1024:grad train",
 }
 """The standard calls: what models ask for, one per kind of limit."""
+_FILE_WIDTH: Final = 300
+"""Columns of a file or pipe: no cell is folded there."""
 
 
 def run(words: list[str]) -> int:
@@ -113,6 +117,6 @@ def _print(parts: list[Table | str]) -> None:
 
     console = Console(soft_wrap=False, highlight=False)
     if not console.is_terminal:
-        console.width = 200
+        console.width = _FILE_WIDTH
     for part in parts:
         console.print(part, markup=False) if isinstance(part, str) else console.print(part)

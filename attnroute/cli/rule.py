@@ -33,9 +33,11 @@ def _find(wanted: str, tables: Tables) -> Row:
 
 
 def _rows(tables: Tables) -> Iterator[Row]:
-    """Everything that a finding may name; where two folders say the same id, the later one holds."""
+    """Everything that a finding or an option may name; where two folders say the same id, the later holds."""
     for row in tables.all_rows():
         yield Row(row.id, f"{row.file.parent.name}/{row.file.name}", row.rule)
+    for option in tables.all_options():
+        yield Row(option.id, f"{option.file.parent.name}/{option.file.name}", option.option)
     for backend, info in tables.backends.items():
         yield Row(f"any/{backend}/versions-known", f"any/{backend}.toml", info)
         for arch in tables.arch_names:

@@ -74,6 +74,6 @@ def _lint() -> int:
         )
     if problems:
         return TableError.exit_code
-    rows, backends, archs = len(tables.all_rows()), len(tables.backends), len(tables.arch_names)
-    print(f"{rows} rows, {backends} backends, {archs} architectures: clean")
+    rows = len(tables.all_rows()) + len(tables.all_options())
+    print(f"{rows} rows, {len(tables.backends)} backends, {len(tables.arch_names)} architectures: clean")
     return 0

@@ -1,9 +1,8 @@
 """Classes of calls that only their lengths tell apart and that are decided alike.
 
 A decoding loop asks about a new key length at every step. Rules read a length only through a few conditions
-(`==1`, `>0`, `128
-divides it`), so two calls with the same answers to those and the same other fields get the same backend and
-repairs.
+(`==1`, `>0`, `128 divides it`), so two calls with the same answers to those and the same other fields get the
+same backend and repairs.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attnroute.call import Call, DocumentsNode
+from attnroute.engine.repairs import apply
 from attnroute.facts import LENGTH_FACTS, empty_rows_of, facts_of
 from attnroute.masks.normalize import normalize, recognized
 from attnroute.tables import conditions
@@ -49,7 +49,14 @@ def _form(call: Call, arch: str, tables: Tables) -> Hashable:
     nodes = tuple((n.kind, n.contiguous if isinstance(n, DocumentsNode) else None) for n in call.mask)
     # What a materialised mask is depends on these, through the repairs.
     derived = (call.seqlen_q > 1, empty_rows_of(call.with_(bias=None)) if call.mask else None)
-    return (fixed, asked, nodes, derived, call.context, call.qkv_requires_grad)
+    return (fixed, asked, nodes, derived, _repaired(call), call.context, call.qkv_requires_grad)
+
+
+def _repaired(call: Call) -> Hashable:
+    """What repairs read in a mask and no row can ask: the side of padding, what a disjunction is made of."""
+    tensor = apply("materialize_mask", call)
+    rows = None if tensor is None else facts_of(tensor[0])["mask_has_query_dim"]
+    return apply("to_varlen", call) is None, rows
 
 
 @lru_cache(maxsize=64)
@@ -70,12 +77,10 @@ def _names(field: str, spec: Spec) -> set[str]:
 
 
 def _boxes(tables: Tables, arch: str) -> Iterator[Box]:
-    for order in tables.arch(arch).order:
-        yield order.when
+    parts = [order.when for order in tables.arch(arch).order]
     for backend in tables.backends:
+        parts += [row.option.when for row in tables.options(arch, backend)]
         for row in tables.rules(arch, backend) or ():
-            for part in (row.rule.when, row.rule.requires):
-                if isinstance(part, AnyOf):
-                    yield from part.any_of
-                elif not isinstance(part, str):
-                    yield part
+            parts += [part for part in (row.rule.when, row.rule.requires) if not isinstance(part, str)]
+    for part in parts:
+        yield from part.any_of if isinstance(part, AnyOf) else [part]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from attnroute.call import Call
 from attnroute.engine import repairs, stock, what_if
 from attnroute.engine.decision import Decision, Exclusion, Verdict
 from attnroute.engine.evaluate import evaluate, missing_needs
 from attnroute.engine.finding import Finding
+from attnroute.engine.options import Options, options_for
 from attnroute.engine.rank import declared_order, ranked
 from attnroute.host import Host
 from attnroute.masks.normalize import normalize
@@ -64,45 +67,61 @@ def decide(
 
 def judge(call: Call, host: Host, tables: Tables, backend: str, policy: Policy) -> Verdict:
     """Return one backend's verdict on a normalised call, repairs included."""
-    info = tables.backends[backend]
-    found, made, extra = _repaired(call, host, tables, backend)
+    info = tables.info(host.arch, backend)
+    found = _repaired(call, host, tables, backend)
     missing = missing_needs(host, info)
-    status = _status(found, missing)
-    quadratic = info.memory == "quadratic"
+    status = _status(found.findings, missing)
+    able = status != "rejected"
+    options = options_for(found.call, host, tables, backend) if able else Options()
     return Verdict(
         backend=backend,
         status=status,
-        findings=found,
-        repairs=made if status != "rejected" else (),
+        findings=found.findings,
+        repairs=found.repairs if able else (),
         missing=missing,
-        extra_bytes=extra if status != "rejected" else 0,
-        score_bytes=stock.score_bytes(call) if quadratic else 0,
+        extra_bytes=found.extra_bytes if able else 0,
+        score_bytes=stock.score_bytes(call) if info.memory == "quadratic" else 0,
+        options=options.values,
+        option_rows=options.rows,
+        first_call_seconds=info.first_call_seconds if able else None,
         excluded=_exclusion(backend, status, policy),
     )
 
 
-def _repaired(
-    call: Call, host: Host, tables: Tables, backend: str
-) -> tuple[tuple[Finding, ...], tuple[Repair, ...], int]:
+class _Repaired(NamedTuple):
+    findings: tuple[Finding, ...]
+    repairs: tuple[Repair, ...]
+    extra_bytes: int
+    call: Call
+
+
+def _repaired(call: Call, host: Host, tables: Tables, backend: str) -> _Repaired:
+    """Take recognised masks as what they say, unless that would only have to become a tensor again."""
     seen = repairs.apply("recognize_mask", call)
-    if seen is not None:
-        given = evaluate(call, host, tables, backend)
-        found, made, extra = _repair_loop(seen[0], host, tables, backend, [given], ["recognize_mask"])
-        if not any(f.blocks for f in found):
-            return found, made, extra
-    return _repair_loop(call, host, tables, backend, [], [])
+    if seen is None:
+        return _repair_loop(call, host, tables, backend, [], [])
+    given = evaluate(call, host, tables, backend)
+    said = _repair_loop(seen[0], host, tables, backend, [given], ["recognize_mask"])
+    if _is_able(said) and "materialize_mask" not in said.repairs:
+        return said
+    as_given = _repair_loop(call, host, tables, backend, [], [])
+    return said if _is_able(said) and not _is_able(as_given) else as_given
+
+
+def _is_able(found: _Repaired) -> bool:
+    return not any(f.blocks for f in found.findings)
 
 
 def _repair_loop(
     call: Call, host: Host, tables: Tables, backend: str, stages: list[list[Finding]], made: list[Repair]
-) -> tuple[tuple[Finding, ...], tuple[Repair, ...], int]:
+) -> _Repaired:
     """Apply named repairs to the call, one at a time, until nothing that is left can be lifted."""
     extra = 0
     while True:
         stages.append(evaluate(call, host, tables, backend))
         change = _next_repair(call, stages[-1], made)
         if change is None:
-            return _told(stages, tuple(made)), tuple(made), extra
+            return _Repaired(_told(stages, tuple(made)), tuple(made), extra, call)
         repair, call, size = change
         made.append(repair)
         extra += size

@@ -37,6 +37,11 @@ class Verdict(_Part):
         predicted_ms: Predicted time in milliseconds, None where nothing was measured.
         extra_bytes: What the repairs allocate, in bytes.
         score_bytes: What a quadratic backend allocates for its scores, in bytes; 0 for the others.
+        options: Tile options that rows state for the kernel on this call, by name.
+        option_rows: The id of the row that each of these comes from, in the same order.
+        first_call_seconds: How long the first call of each structure compiles, least and most, in seconds;
+            None where nothing is compiled.
+        compiled_seconds: How long this structure took to compile, in seconds, where it was compiled already.
         excluded: Why policy keeps it out.
     """
 
@@ -48,6 +53,10 @@ class Verdict(_Part):
     predicted_ms: float | None = None
     extra_bytes: int = 0
     score_bytes: int = 0
+    options: tuple[tuple[str, int | bool | str], ...] = ()
+    option_rows: tuple[str, ...] = ()
+    first_call_seconds: tuple[float, float] | None = None
+    compiled_seconds: float | None = None
     excluded: Exclusion | None = None
 
     @property

@@ -10,7 +10,7 @@ from attnroute.engine.needs import needed_features
 from attnroute.facts import Facts, facts_of
 from attnroute.host import Host
 from attnroute.tables import conditions
-from attnroute.tables.schema import AnyOf, BackendInfo, Box, Rule
+from attnroute.tables.schema import AnyOf, BackendInfo, Box, Option, Order, Rule
 from attnroute.tables.versions import contains, version_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def evaluate(
     scopes: frozenset[str] = ROUTE_SCOPES,
 ) -> list[Finding]:
     """Return every finding about one backend: whether it is described here, its features, its rows."""
-    info = tables.backends[backend]
+    info = tables.info(host.arch, backend)
     rows = tables.rules(host.arch, backend)
     if rows is None:
         return [_no_table(host.arch, backend)]
@@ -59,6 +59,17 @@ def missing_needs(host: Host, info: BackendInfo) -> tuple[str, ...]:
     return tuple(
         name for name in info.needs if version_of(name, host.versions) is None or name in host.broken
     )
+
+
+def certainly_holds(row: Order | Option, call: Call, facts: Facts, host: Host) -> bool:
+    """Return whether every guard of a row holds: a version or a length that nobody knows is not enough."""
+    if row.phase is not None and row.phase != call.phase:
+        return False
+    for name, ranges in row.versions.items():
+        version = version_of(name, host.versions)
+        if version is None or not contains(ranges, name, version):
+            return False
+    return _box(row.when, facts) == "true"
 
 
 def _no_table(arch: str, backend: str) -> Finding:

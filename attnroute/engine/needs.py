@@ -12,6 +12,7 @@ _FLAGS: tuple[Feature, ...] = (
     "documents",
     "key_padding",
     "prefix",
+    "combined_mask",
     "dense_mask",
     "function_mask",
     "dense_bias",

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from attnroute.call import Call
 from attnroute.engine.decision import Verdict
-from attnroute.facts import Facts, facts_of
+from attnroute.engine.evaluate import certainly_holds
+from attnroute.facts import facts_of
 from attnroute.host import Host
 from attnroute.policy import Policy
-from attnroute.tables import conditions
 from attnroute.tables.schema import Order
-from attnroute.tables.versions import contains, version_of
 from attnroute.vocabulary import SLOW_TIER
 
 if TYPE_CHECKING:
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
 def declared_order(call: Call, host: Host, tables: Tables) -> Order | None:
     """Return the first declared order whose guard holds for this call."""
     facts = facts_of(call)
-    return next((row for row in tables.arch(host.arch).order if _holds(row, call, facts, host)), None)
+    orders = tables.arch(host.arch).order
+    return next((row for row in orders if certainly_holds(row, call, facts, host)), None)
 
 
 def ranked(verdicts: dict[str, Verdict], row: Order | None, policy: Policy) -> tuple[str, ...]:
@@ -39,14 +39,3 @@ def ranked(verdicts: dict[str, Verdict], row: Order | None, policy: Policy) -> t
         return (wished, verdict.status != "eligible", backend in SLOW_TIER, slow, known, backend)
 
     return tuple(sorted(able, key=place))
-
-
-def _holds(row: Order, call: Call, facts: Facts, host: Host) -> bool:
-    if row.phase is not None and row.phase != call.phase:
-        return False
-    for name, ranges in row.versions.items():
-        version = version_of(name, host.versions)
-        if version is None or not contains(ranges, name, version):
-            return False
-    parts = [conditions.evaluate(spec, facts[field], facts) for field, spec in row.when.items()]
-    return conditions.combine_and(parts) == "true"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from attnroute.call import (
+    AnyNode,
     Call,
     CausalNode,
     DenseBias,
@@ -16,15 +17,20 @@ from attnroute.call import (
     DocumentsNode,
     FunctionNode,
     KeyPaddingNode,
+    MaskNode,
+    NotNode,
     PrefixNode,
     Strides,
     WindowNode,
 )
-from attnroute.facts import empty_rows_of
+from attnroute.facts import alignment_of, empty_rows_of
 from attnroute.masks.normalize import recognized
 from attnroute.vocabulary import DTYPE_BYTES, GRID_LIMIT, HEAD_DIM_MULTIPLE, EmptyRows, Repair
 
 Change = tuple[Call, int]
+
+SUMS_LIMIT: Final = 2**31 - 1
+"""Tokens: prefix sums of ragged batches are int32."""
 
 
 def apply(repair: Repair, call: Call) -> Change | None:
@@ -38,16 +44,65 @@ def _recognize(call: Call) -> Change | None:
 
 
 def _to_varlen(call: Call) -> Change | None:
-    """Documents side by side become separate sequences of one ragged batch."""
-    documents = [n for n in call.mask if isinstance(n, DocumentsNode)]
+    """Documents, or padded rows without their padding, become the sequences of one ragged batch."""
     band = tuple(n for n in call.mask if isinstance(n, CausalNode | WindowNode))
-    square = call.seqlen_q == call.seqlen_kv and not call.context.dynamic
-    fits = len(documents) == 1 and len(band) + 1 == len(call.mask) and call.bias is None
-    if not (fits and square and documents[0].contiguous):
+    others = [n for n in call.mask if not isinstance(n, CausalNode | WindowNode)]
+    if len(others) != 1 or call.bias is not None or call.context.dynamic:
         return None
-    tokens = 0 if call.layout == "bshd" else call.batch * call.seqlen_q
-    size = tokens * (call.num_heads_q + call.num_heads_kv) * (call.head_dim_qk + call.head_dim_v)
-    return call.with_(mask=band, layout="thd"), size * DTYPE_BYTES[call.dtype]
+    node = others[0]
+    if isinstance(node, DocumentsNode):
+        sequences = _documents(node, call)
+    else:
+        sequences = _padded_rows(node, call) if isinstance(node, KeyPaddingNode) else None
+    tokens = call.batch * max(call.seqlen_q, call.seqlen_kv)
+    if not sequences or sequences > GRID_LIMIT or tokens > SUMS_LIMIT:
+        return None
+    return call.with_(mask=band, layout="thd"), _token_bytes(call)
+
+
+def _documents(node: DocumentsNode, call: Call) -> int | None:
+    """Return the number of sequences, as far as it is known, where each document can be one."""
+    at_the_end = alignment_of(call) in ("none", "bottom_right")
+    fits = at_the_end if node.cross else call.seqlen_q == call.seqlen_kv
+    if not (fits and node.contiguous):
+        return None
+    return call.batch * (1 if node.lengths is None else len(node.lengths))
+
+
+def _padded_rows(node: KeyPaddingNode, call: Call) -> int | None:
+    """Return the number of sequences where each row can be two, of which one has the padding and no query.
+
+    Padding at the left keeps the diagonal that ends with the last query and key. Padding at the right moves
+    it, and the queries beside the padding would need keys that belong to other queries' sequence.
+    """
+    alignments = {"right": ("none",), "left": ("none", "square", "bottom_right"), "any": ()}
+    return 2 * call.batch if alignment_of(call) in alignments[node.side] else None
+
+
+def _token_bytes(call: Call) -> int:
+    """Tokens side by side in one row, or with the heads of each together, need no copy."""
+    if call.layout != "bhsd" or call.batch == 1:
+        return 0
+    queries, keys = call.seqlen_q * call.num_heads_q, call.seqlen_kv * call.num_heads_kv
+    size = call.batch * (queries + keys) * (call.head_dim_qk + call.head_dim_v)
+    return size * DTYPE_BYTES[call.dtype]
+
+
+def _from_varlen(call: Call) -> Change | None:
+    """A ragged batch is one row of documents, of unknown lengths where nobody described them."""
+    if call.layout != "thd":
+        return None
+    documents = any(isinstance(n, DocumentsNode) for n in call.mask)
+    undescribed = () if documents else (DocumentsNode(cross=call.seqlen_q != call.seqlen_kv),)
+    return call.with_(layout="bshd", mask=(*undescribed, *call.mask)), 0
+
+
+def _sink_from_lse(call: Call) -> Change | None:
+    """A sink rescales the output by what it adds to the log-sum-exp."""
+    if not call.sink:
+        return None
+    output = call.batch * call.num_heads_q * call.seqlen_q * call.head_dim_v
+    return call.with_(sink=False, return_lse=True), output * DTYPE_BYTES[call.dtype]
 
 
 def _expand_kv(call: Call) -> Change | None:
@@ -81,18 +136,36 @@ def _contiguous(call: Call) -> Change | None:
 
 
 def _materialize(call: Call) -> Change | None:
-    if any(isinstance(n, FunctionNode) for n in call.mask) or call.context.dynamic:
+    if call.context.dynamic or all(isinstance(n, DenseNode) for n in call.mask):
         return None
-    if all(isinstance(n, DenseNode) for n in call.mask):
-        return None
-    per_row = any(isinstance(n, KeyPaddingNode | PrefixNode) for n in call.mask)
-    one_row = all(isinstance(n, DenseNode | KeyPaddingNode) for n in call.mask)
-    shape = [call.batch if per_row else 1, 1, 1 if one_row else call.seqlen_q, call.seqlen_kv]
-    for node in call.mask:
-        if isinstance(node, DenseNode):
-            shape = broadcast(shape, node.shape)
+    shape = _mask_shape(call.mask, call)
     node = DenseNode(shape=tuple(shape), empty_rows=_empty(call.with_(bias=None)))
     return call.with_(mask=(node,)), _product(shape)
+
+
+def _mask_shape(nodes: tuple[MaskNode, ...], call: Call) -> list[int]:
+    """Return the smallest shape that holds a conjunction: key padding has one row for all queries."""
+    shape = [1, 1, 1, call.seqlen_kv]
+    for node in nodes:
+        shape = broadcast(shape, _node_shape(node, call))
+    return shape
+
+
+def _node_shape(node: MaskNode, call: Call) -> tuple[int, ...]:
+    if isinstance(node, DenseNode):
+        return node.shape
+    if isinstance(node, AnyNode | NotNode):
+        parts = node.parts if isinstance(node, AnyNode) else (node.part,)
+        shape = [1, 1, 1, call.seqlen_kv]
+        for part in parts:
+            shape = broadcast(shape, tuple(_mask_shape(part, call)))
+        return tuple(shape)
+    per_batch = isinstance(node, KeyPaddingNode | PrefixNode)
+    per_head = False
+    if isinstance(node, FunctionNode):
+        per_batch, per_head = node.per_batch, node.per_head
+    queries = 1 if isinstance(node, KeyPaddingNode) else call.seqlen_q
+    return (call.batch if per_batch else 1, call.num_heads_q if per_head else 1, queries, call.seqlen_kv)
 
 
 def _cast_mask(call: Call) -> Change | None:
@@ -185,7 +258,9 @@ def _product(shape: tuple[int, ...] | list[int]) -> int:
 
 _CHANGES: Final[dict[Repair, Callable[[Call], Change | None]]] = {
     "recognize_mask": _recognize,
+    "from_varlen": _from_varlen,
     "to_varlen": _to_varlen,
+    "sink_from_lse": _sink_from_lse,
     "materialize_mask": _materialize,
     "expand_kv": _expand_kv,
     "pad_head_dim": _pad_head_dim,

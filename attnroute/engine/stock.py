@@ -160,7 +160,7 @@ def _applies(row: StockOrder, host: Host) -> bool:
 
 def _accepts(call: Call, host: Host, tables: Tables, backend: str) -> Literal["yes", "no", "unknown"]:
     """Return torch's own answer: limits count, faults do not, because its selector looks at no faults."""
-    if any(version_of(name, host.versions) is None for name in tables.backends[backend].needs):
+    if any(version_of(name, host.versions) is None for name in tables.info(host.arch, backend).needs):
         return "no"
     found = evaluate(call, host, tables, backend, STOCK_SCOPES)
     outcomes = {f.outcome for f in found if f.kind == "limit"}

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 Decide = Callable[..., Decision]
 _LENGTH_MULTIPLE = 128
+_BUILT_IN = frozenset({"avx2"})
+"""What nobody can install."""
+ANY_VERSION = "0"
+"""What stands for the version of something about whose versions no row asks."""
 
 
 def hints(decision: Decision, tables: Tables, decide: Decide) -> tuple[Hint, ...]:
@@ -32,9 +36,10 @@ def _changes(decision: Decision, tables: Tables) -> Iterator[tuple[Hint, Call, H
     for verdict in decision.verdicts:
         for name in verdict.missing:
             version = _lowest_known(tables, verdict.backend, name)
-            if version is not None:
+            unbounded = name not in tables.backends[verdict.backend].versions_known
+            if name not in _BUILT_IN and (version is not None or unbounded):
                 hint = Hint(kind="install", change=name, version=version, selects="")
-                yield hint, call, host.with_versions({name: version})
+                yield hint, call, host.with_versions({name: version or ANY_VERSION})
 
 
 def _call_changes(call: Call) -> Iterator[tuple[Hint, Call]]:

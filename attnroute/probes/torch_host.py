@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import platform
+import sys
 from functools import lru_cache
 
 import torch
 
 from attnroute.host import Host, arch_of
+from attnroute.probes import compilers
 from attnroute.probes.packages import installed
 
 _CUDNN_MAJOR = 10000
@@ -22,13 +24,40 @@ def host_of(device_type: str, index: int | None) -> Host:
         ValueError: The device type is neither.
     """
     if device_type == "cpu":
-        return Host(arch="cpu", device_name=platform.processor() or platform.machine(), versions=versions())
+        return _cpu()
     if device_type != "cuda":
         msg = f'device requires "cpu" or "cuda"; got "{device_type}"; move the tensors.'
         raise ValueError(msg)
     properties = torch.cuda.get_device_properties(index)
     arch = arch_of((properties.major, properties.minor))
-    return Host(arch=arch, device_name=properties.name, versions=versions())
+    broken = {}
+    problem = compilers.switched_off() or compilers.c_for_triton().problem
+    if "triton" in versions() and problem:
+        broken["triton"] = problem
+    return Host(arch=arch, device_name=properties.name, versions=versions(), broken=broken)
+
+
+def _cpu() -> Host:
+    off = compilers.switched_off()
+    cxx = compilers.Found(problem=off) if off else compilers.cxx()
+    found = {compilers.CXX: cxx, "avx2": _avx2()}
+    present = {name: f.version for name, f in found.items() if f.version is not None}
+    return Host(
+        arch="cpu",
+        device_name=platform.processor() or platform.machine(),
+        versions={**versions(), **present},
+        broken={name: f.problem for name, f in found.items() if f.version is None},
+    )
+
+
+def _avx2() -> compilers.Found:
+    """Return whether inductor takes this processor for one whose vectors its C++ kernels can use."""
+    if sys.platform == "darwin":
+        return compilers.Found(problem="torch.compile writes no attention kernel on macOS")
+    capability = torch.backends.cpu.get_cpu_capability()
+    if not capability.startswith(("AVX2", "AVX512")):
+        return compilers.Found(problem=f"torch calls this processor's vectors {capability}")
+    return compilers.Found(version="present")
 
 
 @lru_cache(maxsize=1)

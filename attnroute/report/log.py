@@ -47,6 +47,21 @@ def announce(decision: Decision, mode: Mode) -> None:
         print(log_line(decision), file=sys.stderr)  # noqa: T201
 
 
+def compiling(backend: str, structure: str, seconds: float | None, mode: Mode) -> None:
+    """Say that a structure is being compiled, or that it was.
+
+    Args:
+        backend: Whose code it is.
+        structure: What is compiled.
+        seconds: None at the start, how long it took at the end.
+        mode: "off" says it only where stderr is a terminal, because somebody is waiting there.
+    """
+    if mode == "off" and not sys.stderr.isatty():
+        return
+    state = "is compiling" if seconds is None else f"compiled in {seconds:.1f} s"
+    print(f"attnroute: {backend} {state}: {structure}", file=sys.stderr)  # noqa: T201
+
+
 def log_line(decision: Decision) -> str:
     """Say a decision that selected something in one line."""
     verdict = decision.verdict(decision.selected or "")

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from attnroute.report.layout import field
 from attnroute.report.sentences import words
 from attnroute.tables.conditions import render
-from attnroute.tables.schema import AnyOf, BackendInfo, Box, Evidence, FeatureAnswer, Ranges, Rule
+from attnroute.tables.schema import (
+    AnyOf,
+    BackendInfo,
+    Box,
+    Evidence,
+    FeatureAnswer,
+    Option,
+    Ranges,
+    Rule,
+)
 
 _SCOPES = {
     "call": "torch's own selector and attnroute's direct call of the operator",
@@ -19,7 +28,7 @@ _SCOPES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Anything that a finding may name.
+    """Anything that a finding or a verdict's options may name.
 
     Attributes:
         id: What the finding names.
@@ -29,7 +38,7 @@ class Row:
 
     id: str
     file: str
-    says: Rule | FeatureAnswer | BackendInfo
+    says: Rule | Option | FeatureAnswer | BackendInfo
 
 
 def row_json(row: Row) -> str:
@@ -44,7 +53,9 @@ def render_row(row: Row) -> str:
     return "\n".join([row.id, *(line for label, text in parts if text for line in field(label, text))])
 
 
-def _parts(says: Rule | FeatureAnswer | BackendInfo) -> list[tuple[str, str]]:
+def _parts(says: Rule | Option | FeatureAnswer | BackendInfo) -> list[tuple[str, str]]:
+    if isinstance(says, Option):
+        return [*_option(says), *_evidence(says.evidence)]
     if isinstance(says, Rule):
         recheck = f"after {says.recheck_after}" if says.recheck_after else ""
         return [*_rule(says), *_evidence(says.evidence), ("recheck", recheck)]
@@ -58,6 +69,21 @@ def _parts(says: Rule | FeatureAnswer | BackendInfo) -> list[tuple[str, str]]:
         ("known", _versions(says.versions_known)),
         ("operators", ", ".join(says.operators)),
         ("memory", f"{says.memory} in the sequence length"),
+        ("first call", _seconds(says.first_call_seconds)),
+    ]
+
+
+def _seconds(span: tuple[float, float] | None) -> str:
+    return "" if span is None else f"of each structure compiles, {span[0]:g} to {span[1]:g} s"
+
+
+def _option(option: Option) -> list[tuple[str, str]]:
+    return [
+        ("versions", _versions(option.versions)),
+        ("phase", option.phase or ""),
+        ("when", _box(option.when)),
+        ("sets", ", ".join(f"{name} = {json.dumps(value)}" for name, value in option.set.items())),
+        ("because", option.because),
     ]
 
 

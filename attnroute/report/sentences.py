@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnroute.call import CausalNode, DenseNode
+from attnroute.call import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
 from attnroute.report.size import size
 from attnroute.vocabulary import SLOW_TIER
 
 if TYPE_CHECKING:
-    from attnroute.call import Call
+    from attnroute.call import Call, RecognizedNode
     from attnroute.engine.decision import Decision, Exclusion, Hint, Verdict
     from attnroute.engine.finding import Finding
     from attnroute.engine.stock import Stock
@@ -23,6 +23,7 @@ _MASK_FORMS: Final = {
     "dense_mask": ", given the mask as one bool tensor",
     "dense_bias": ", given mask and bias as one float tensor",
 }
+_NOT_DISTRIBUTIONS: Final = {"c++": "a C++ compiler", "avx2": "AVX2"}
 _EXCLUSIONS: Final = {
     "banned": "banned by {origin}",
     "not_allowed": "not among those that {origin} allows",
@@ -88,8 +89,13 @@ def status(verdict: Verdict, decision: Decision) -> str:
 
 def _missing(name: str, host: Host) -> str:
     if name in host.broken:
-        return f"needs {name}, whose import fails ({host.broken[name]})"
-    return f"needs {name}, which is not installed"
+        return f"needs {needed(name)}, which cannot be used ({host.broken[name]})"
+    return f"needs {needed(name)}, which is not {'there' if name in _NOT_DISTRIBUTIONS else 'installed'}"
+
+
+def needed(name: str) -> str:
+    """Say what a backend needs: a distribution has its name, anything else is described."""
+    return _NOT_DISTRIBUTIONS.get(name, name)
 
 
 def exclusion(excluded: Exclusion) -> str:
@@ -160,8 +166,23 @@ def recognized(call: Call) -> list[str]:
     ]
 
 
-def _said(nodes: tuple[CausalNode, ...]) -> str:
-    return listed([f"{node.kind} ({words(node.alignment)})" for node in nodes]) or "no mask at all"
+def _said(nodes: tuple[RecognizedNode, ...]) -> str:
+    return listed([_said_node(node) for node in nodes]) or "no mask at all"
+
+
+def _said_node(node: RecognizedNode) -> str:
+    if isinstance(node, CausalNode):
+        return f"causal ({words(node.alignment)})"
+    if isinstance(node, WindowNode):
+        left, right = ("open" if side is None else side for side in (node.left, node.right))
+        return f"window (left {left}, right {right}, {words(node.alignment)})"
+    if isinstance(node, DocumentsNode):
+        return "documents" if node.lengths is None else f"{len(node.lengths)} documents"
+    if isinstance(node, KeyPaddingNode):
+        if node.lengths and not any(node.lengths):
+            return "no key at all"
+        return "key padding" if node.side == "any" else f"key padding on the {node.side}"
+    return f"causal behind a prefix ({words(node.alignment)})"
 
 
 def stock(predicted: Stock, decision: Decision) -> str:
@@ -197,7 +218,7 @@ def hint(found: Hint) -> str:
     if found.kind in ("install", "upgrade"):
         version = f" >= {found.version}" if found.version else ""
         verb = "installing" if found.kind == "install" else "upgrading to"
-        return f"{verb} {found.change}{version} {would}"
+        return f"{verb} {needed(found.change)}{version} {would}"
     return f"{found.change} {would}"
 
 

@@ -35,7 +35,7 @@ def render_others(decision: Decision) -> str:
     lines = []
     for verdict in sentences.arranged(decision):
         if verdict.backend != decision.selected:
-            lines += _verdict(verdict.model_copy(update={"findings": verdict.blocking}), decision)
+            lines += _verdict(verdict.model_copy(update={"findings": verdict.blocking}), decision, [])
     return "\n".join(lines)
 
 
@@ -87,14 +87,35 @@ def _order(decision: Decision) -> str:
 
 
 def _verdicts(verdicts: list[Verdict], decision: Decision) -> list[list[str]]:
-    return [_verdict(verdict, decision) for verdict in verdicts]
+    candidates = decision.order
+    return [_verdict(v, decision, _notes(v) if v.backend in candidates else []) for v in verdicts]
 
 
-def _verdict(verdict: Verdict, decision: Decision) -> list[str]:
+def _verdict(verdict: Verdict, decision: Decision, notes: list[str]) -> list[str]:
     lines = field(verdict.backend, sentences.status(verdict, decision))
-    for found in sentences.findings(verdict):
-        lines += wrapped(f"- {sentences.finding(found)}", " " * LABEL, " " * (LABEL + 2))
+    for text in [*(sentences.finding(found) for found in sentences.findings(verdict)), *notes]:
+        lines += wrapped(f"- {text}", " " * LABEL, " " * (LABEL + 2))
     return lines
+
+
+def _notes(verdict: Verdict) -> list[str]:
+    """How a candidate would run: the options that its kernel gets, and what compiling it takes."""
+    notes = [f"kernel options {values} [{row}]" for row, values in _options(verdict).items()]
+    if verdict.compiled_seconds is not None:
+        notes.append(f"compiled in {verdict.compiled_seconds:.2g} s, as each structure is at its first call")
+    elif verdict.first_call_seconds is not None:
+        least, most = verdict.first_call_seconds
+        notes.append(f"the first call of each structure compiles ({least:g} to {most:g} s)")
+    return notes
+
+
+def _options(verdict: Verdict) -> dict[str, str]:
+    """The options by the row that they come from."""
+    said: dict[str, list[str]] = {}
+    for (name, value), row in zip(verdict.options, verdict.option_rows, strict=True):
+        text = str(value).lower() if isinstance(value, bool) else value
+        said.setdefault(row, []).append(f"{name} = {text}")
+    return {row: ", ".join(values) for row, values in said.items()}
 
 
 def _alternatives(decision: Decision) -> list[str]:

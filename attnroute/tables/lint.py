@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from packaging.version import Version
 
 from attnroute.errors import TableError
-from attnroute.tables.load import ANY, SHARED, RuleRow, Tables
+from attnroute.tables.load import ANY, SHARED, OptionRow, RuleRow, Tables
 from attnroute.tables.versions import comparable, specifier
 from attnroute.vocabulary import FEATURES
 
 if TYPE_CHECKING:
     import datetime
 
-    from attnroute.tables.schema import BackendInfo, Evidence, Ranges, Rule
+    from attnroute.tables.schema import BackendInfo, Evidence, Option, Ranges, Rule
 
 EXECUTORS = Path(__file__).parent.parent / "executors"
 RESERVED = ("feature-", "versions-known", "no-table")
@@ -66,6 +66,7 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
     checks: tuple[Callable[[Tables], Iterable[Problem]], ...] = (
         _names,
         _features,
+        _overrides,
         _files,
         _measurements,
         _empty_ranges,
@@ -93,19 +94,20 @@ def _inheritance(tables: Tables) -> Iterator[Problem]:
 
 def _readable(tables: Tables) -> Iterator[Problem]:
     try:
-        _ = tables.stock, tables.all_rows()
+        _ = tables.stock, tables.all_rows(), tables.all_options()
         for arch in tables.arch_names:
             for backend in tables.backends:
                 tables.rules(arch, backend)
+                tables.options(arch, backend)
                 tables.features(arch, backend)
     except TableError as error:
         yield Problem("", "", "", str(error))
 
 
 def _names(tables: Tables) -> Iterator[Problem]:
-    for row in tables.all_rows():
-        if row.rule.name.startswith(RESERVED):
-            sentence = f"requires a beginning that the engine does not use itself; got {row.rule.name}."
+    for row in _all(tables):
+        if _says(row).name.startswith(RESERVED):
+            sentence = f"requires a beginning that the engine does not use itself; got {_says(row).name}."
             yield _problem(row, "name", sentence)
     for arch in tables.arch_names:
         counts = Counter(order.name for order in tables.arch(arch).order)
@@ -118,6 +120,18 @@ def _features(tables: Tables) -> Iterator[Problem]:
         for name in sorted(set(FEATURES) - set(tables.answers(ANY, backend))):
             sentence = f'requires true, false or "unknown"; got no answer; write features.{name}.'
             yield Problem(f"{ANY}/{backend}.toml", "", f"features.{name}", sentence)
+
+
+def _overrides(tables: Tables) -> Iterator[Problem]:
+    """Only an architecture's own file may say otherwise what a backend needs: others are not asked."""
+    stems = {(p.parent.name, p.stem) for folder in tables.folders for p in folder.glob("*/*.toml")}
+    for scope, stem in sorted(stems):
+        if scope not in (ANY, SHARED) or (scope == ANY and stem not in tables.backends):
+            continue
+        for name in ("needs", "first_call_seconds"):
+            if any(getattr(table, name) is not None for table in tables.files(scope, stem)):
+                sentence = "requires the file of an architecture; write it into [backend] in any/, or there."
+                yield Problem(f"{scope}/{stem}.toml", "", name, sentence)
 
 
 def _files(tables: Tables) -> Iterator[Problem]:
@@ -152,7 +166,7 @@ def _empty_ranges(tables: Tables) -> Iterator[Problem]:
     """A row about versions that do not exist, or that the backend makes no statement about, is never used."""
     told: set[tuple[str, str]] = set()
     for row, info in _used_rows(tables):
-        for name, ranges in row.rule.versions.items():
+        for name, ranges in _says(row).versions.items():
             known = _options(info.versions_known.get(name, ">=0"))
             for option in _options(ranges):
                 if (row.id, option) not in told and not _points(name, [option], known):
@@ -231,15 +245,24 @@ def _expired(tables: Tables, today: datetime.date) -> Iterator[Problem]:
             yield _problem(row, "recheck_after", sentence)
 
 
-def _problem(row: RuleRow, field: str, sentence: str) -> Problem:
-    return Problem(f"{row.file.parent.name}/{row.file.name}", row.rule.name, field, sentence)
+def _all(tables: Tables) -> Iterator[RuleRow | OptionRow]:
+    yield from tables.all_rows()
+    yield from tables.all_options()
+
+
+def _says(row: RuleRow | OptionRow) -> Rule | Option:
+    return row.rule if isinstance(row, RuleRow) else row.option
+
+
+def _problem(row: RuleRow | OptionRow, field: str, sentence: str) -> Problem:
+    return Problem(f"{row.file.parent.name}/{row.file.name}", _says(row).name, field, sentence)
 
 
 def _evidence(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
     """Folder, file, row and evidence of everything that cites any."""
-    for row in tables.all_rows():
-        for evidence in row.rule.evidence:
-            yield row.file.parent.parent, f"{row.file.parent.name}/{row.file.name}", row.rule.name, evidence
+    for row in _all(tables):
+        for evidence in _says(row).evidence:
+            yield row.file.parent.parent, f"{row.file.parent.name}/{row.file.name}", _says(row).name, evidence
     first = tables.folders[0]
     for scope in (ANY, *tables.arch_names):
         for backend in tables.backends:
@@ -254,11 +277,11 @@ def _evidence(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
                 yield first, f"{arch}/arch.toml", name, evidence
 
 
-def _used_rows(tables: Tables) -> Iterator[tuple[RuleRow, BackendInfo]]:
+def _used_rows(tables: Tables) -> Iterator[tuple[RuleRow | OptionRow, BackendInfo]]:
     for arch in tables.arch_names:
         for backend, info in tables.backends.items():
-            for row in tables.rules(arch, backend) or ():
-                yield row, info
+            yield from ((row, info) for row in tables.rules(arch, backend) or ())
+            yield from ((row, info) for row in tables.options(arch, backend))
 
 
 def _same_statement(one: Rule, other: Rule) -> bool:

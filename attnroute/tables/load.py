@@ -5,12 +5,14 @@ folder `capability_tables`. An overlay folder of the same layout adds rows, repl
 puts its declared orders first.
 
 The rows about a backend on an architecture are those of `any/`, those of the architecture's own file and
-those of the files that it includes. An architecture without an own file has the one it inherits.
+those of the files that it includes. An architecture without an own file has the one it inherits. Rows of
+options are in the order in which they apply, the architecture's own last.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -25,6 +27,7 @@ from attnroute.tables.schema import (
     BackendInfo,
     BackendTable,
     FeatureAnswer,
+    Option,
     Order,
     Rule,
     StockOrder,
@@ -47,6 +50,15 @@ class RuleRow:
 
     id: str
     rule: Rule
+    file: Path
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRow:
+    """A row of options with its id and the file it stands in."""
+
+    id: str
+    option: Option
     file: Path
 
 
@@ -79,6 +91,8 @@ class Tables:
     _archs: dict[str, ArchTable] = field(default_factory=dict, compare=False)
     _rows: dict[tuple[str, str], tuple[RuleRow, ...] | None] = field(default_factory=dict, compare=False)
     _features: dict[tuple[str, str], dict[str, FeatureRow]] = field(default_factory=dict, compare=False)
+    _options: dict[tuple[str, str], tuple[OptionRow, ...]] = field(default_factory=dict, compare=False)
+    _infos: dict[tuple[str, str], BackendInfo] = field(default_factory=dict, compare=False)
 
     @cached_property
     def backends(self) -> dict[str, BackendInfo]:
@@ -124,6 +138,16 @@ class Tables:
     def _arch_files(self, name: str) -> list[ArchTable]:
         return [_read(p, ArchTable) for f in self.folders if (p := f / name / "arch.toml").is_file()]
 
+    def info(self, arch: str, backend: str) -> BackendInfo:
+        """Return what holds for a backend on an architecture: that of `any/`, or what a nearer file says."""
+        key = (arch, backend)
+        if key not in self._infos:
+            nearer = [t for s in reversed(self._lineage(arch, backend)) for t in self.files(s, backend)]
+            said = [t.model_dump(include={"needs", "first_call_seconds"}, exclude_none=True) for t in nearer]
+            changes = {name: value for part in said for name, value in part.items()}
+            self._infos[key] = self.backends[backend].model_copy(update=changes)
+        return self._infos[key]
+
     def features(self, arch: str, backend: str) -> dict[str, FeatureRow]:
         """Return a backend's answers by feature, the architecture's own answers over those of `any/`."""
         key = (arch, backend)
@@ -145,10 +169,25 @@ class Tables:
             self._rows[key] = tuple(rows.values()) if known else None
         return self._rows[key]
 
+    def options(self, arch: str, backend: str) -> tuple[OptionRow, ...]:
+        """Return every row of options for a backend on an architecture, in the order in which they apply."""
+        key = (arch, backend)
+        if key not in self._options:
+            scopes = (ANY, *reversed(self._lineage(arch, backend)))
+            places = (place for scope in scopes for place in self._places(scope, backend))
+            self._options[key] = tuple({r.id: r for p in places for r in self._merged_options(*p)}.values())
+        return self._options[key]
+
     def all_rows(self) -> list[RuleRow]:
         """Return every row of every file once."""
         places = {(p.parent.name, p.stem) for folder in self.folders for p in folder.glob("*/*.toml")}
         return [row for place in sorted(places - self._not_rules(places)) for row in self._merged(*place)]
+
+    def all_options(self) -> list[OptionRow]:
+        """Return every row of options of every file once."""
+        places = {(p.parent.name, p.stem) for folder in self.folders for p in folder.glob("*/*.toml")}
+        kept = sorted(places - self._not_rules(places))
+        return [row for place in kept for row in self._merged_options(*place)]
 
     def _not_rules(self, places: set[tuple[str, str]]) -> set[tuple[str, str]]:
         return {(scope, stem) for scope, stem in places if stem == "arch"} | {(ANY, "stock")}
@@ -187,18 +226,21 @@ class Tables:
             yield following
             following = parent
 
-    def _with_included(self, scope: str, stem: str, above: tuple[str, ...] = ()) -> tuple[RuleRow, ...]:
+    def _with_included(self, scope: str, stem: str) -> tuple[RuleRow, ...]:
+        return tuple(row for place in self._places(scope, stem) for row in self._merged(*place))
+
+    def _places(self, scope: str, stem: str, above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+        """Give the files whose rows hold where one file's do: what it includes first, itself last."""
         here = f"{scope}/{stem}"
         if here in above:
             raise TableError(f"{here}.toml: include requires files that do not include it; got {above[-1]}.")
-        rows: list[RuleRow] = []
         for table in self.files(scope, stem):
             for name in table.include:
                 folder, _, file = name.partition("/")
                 if not self.files(folder, file):
                     raise TableError(f"{here}.toml: include requires an existing file; got {name}.")
-                rows.extend(self._with_included(folder, file, (*above, here)))
-        return (*rows, *self._merged(scope, stem))
+                yield from self._places(folder, file, (*above, here))
+        yield scope, stem
 
     def files(self, scope: str, stem: str) -> list[BackendTable]:
         """Return one file of every folder that has it."""
@@ -211,16 +253,32 @@ class Tables:
 
     def _merged(self, scope: str, backend: str) -> tuple[RuleRow, ...]:
         rows: dict[str, RuleRow] = {}
+        for path, table in self._checked(scope, backend):
+            for rule in table.rule:
+                row = RuleRow(f"{scope}/{backend}/{rule.name}", rule, path)
+                rows[row.id] = row
+        return tuple(rows.values())
+
+    def _merged_options(self, scope: str, backend: str) -> tuple[OptionRow, ...]:
+        rows: dict[str, OptionRow] = {}
+        for path, table in self._checked(scope, backend):
+            for option in table.option:
+                row = OptionRow(f"{scope}/{backend}/{option.name}", option, path)
+                rows[row.id] = row
+        return tuple(rows.values())
+
+    def _checked(self, scope: str, backend: str) -> Iterator[tuple[Path, BackendTable]]:
+        """Give one file of every folder that has it, with its path, once its names are known to be unique."""
         for folder in self.folders:
             path = folder / scope / f"{backend}.toml"
             if path.is_file():
-                for rule in _read(path, BackendTable).rule:
-                    row = RuleRow(f"{scope}/{backend}/{rule.name}", rule, path)
-                    if row.id in rows and rows[row.id].file == path:
-                        msg = f"{path}: rule {rule.name}: name requires a unique value; it stands twice."
-                        raise TableError(msg)
-                    rows[row.id] = row
-        return tuple(rows.values())
+                table = _read(path, BackendTable)
+                counts = Counter(row.name for row in (*table.rule, *table.option))
+                twice = next((name for name, count in counts.items() if count > 1), None)
+                if twice is not None:
+                    msg = f"{path}: rule {twice}: name requires a unique value; it stands twice."
+                    raise TableError(msg)
+                yield path, table
 
     def _info(self, backend: str) -> BackendInfo | None:
         found = [table.backend for table in self.files(ANY, backend) if table.backend is not None]
@@ -263,11 +321,11 @@ def _sentence(path: Path, data: dict[str, object], error: ValidationError) -> st
     """Name the file, the rule and the field of the first problem."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"]]
-    rules = data.get("rule")
-    if len(where) > 1 and where[0] == "rule" and isinstance(rules, list):
-        rule = rules[int(where[1])]
-        name = rule.get("name", f"number {int(where[1]) + 1}") if isinstance(rule, dict) else where[1]
-        where = [f"rule {name}", ".".join(where[2:]) or "whole row"]
+    rows = data.get(where[0]) if where and where[0] in ("rule", "option") else None
+    if len(where) > 1 and isinstance(rows, list):
+        row = rows[int(where[1])]
+        name = row.get("name", f"number {int(where[1]) + 1}") if isinstance(row, dict) else where[1]
+        where = [f"{where[0]} {name}", ".".join(where[2:]) or "whole row"]
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     said = f"{': '.join(where)}: {first['msg']}; got {first['input']!r}{more}."
     return f"{path.parent.name}/{path.name}: {said}"

@@ -1,4 +1,4 @@
-"""Which cuDNN and CUDA a default wheel of torch brings along: `capability_tables/releases.toml`.
+"""Which CUDA, cuDNN and Triton a default wheel of torch brings along: `capability_tables/releases.toml`.
 
 Rows about backends never read this: it only fills in what a question about another machine left out.
 """
@@ -24,6 +24,7 @@ class Release(BaseModel):
         torch: The releases.
         cuda: CUDA's version, major and minor.
         cudnn: cuDNN's version, three numbers.
+        triton: Triton's version, which wheels for other versions of CUDA bring along too.
         evidence: Where that was read.
     """
 
@@ -32,6 +33,7 @@ class Release(BaseModel):
     torch: Annotated[list[str], Field(min_length=1)]
     cuda: str
     cudnn: str
+    triton: str
     evidence: Annotated[list[Evidence], Field(min_length=1)]
 
 
@@ -49,6 +51,7 @@ class Companions(NamedTuple):
     torch: str
     cuda: str
     cudnn: str
+    triton: str
 
 
 @lru_cache(maxsize=1)
@@ -59,7 +62,7 @@ def known() -> tuple[Companions, ...]:
         TableError: The file is missing or malformed.
     """
     table = _read(shipped_folder() / FILE, ReleaseTable)
-    found = [Companions(torch, row.cuda, row.cudnn) for row in table.release for torch in row.torch]
+    found = [Companions(t, row.cuda, row.cudnn, row.triton) for row in table.release for t in row.torch]
     return tuple(sorted(found, key=lambda c: comparable("torch", c.torch)))
 
 

@@ -16,6 +16,9 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
 Backend = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 Shared = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*/[a-z][a-z0-9_]*$")]
 Ranges = str | list[str]
+OptionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
+OptionValue = bool | int | str
+Seconds = Annotated[float, Field(ge=0.0)]
 
 
 class _Row(BaseModel):
@@ -63,6 +66,37 @@ class AnyOf(_Row):
     @classmethod
     def _known_fields(cls, boxes: list[Box]) -> list[Box]:
         return [_check_box(box) for box in boxes]
+
+
+class Option(_Row):
+    """Options that a kernel is given where `when`, `versions` and `phase` certainly hold, such as tile sizes.
+
+    Every row that applies does, in order: `any/` first, then files that the architecture inherits or
+    includes, its own last; a later row replaces what an earlier one says of the same name.
+
+    Attributes:
+        name: Unique among the rows of its file; the id is `<folder>/<backend>/<name>`, as a rule's.
+        set: What the kernel is given, by the names that it knows.
+        because: Why the row exists, as a clause for people.
+    """
+
+    name: Name
+    versions: Annotated[Versions, Field(default_factory=dict)]
+    phase: Phase | None = None
+    when: Annotated[Box | AnyOf, Field(default_factory=dict)]
+    set: Annotated[dict[OptionName, OptionValue], Field(min_length=1)]
+    because: str
+    evidence: Annotated[list[Evidence], Field(min_length=1)]
+
+    @field_validator("when")
+    @classmethod
+    def _known_fields(cls, value: Box | AnyOf) -> Box | AnyOf:
+        return _check_box(value) if isinstance(value, dict) else value
+
+    @field_validator("versions")
+    @classmethod
+    def _valid_ranges(cls, value: Versions) -> Versions:
+        return _check_ranges(value)
 
 
 class Rule(_Row):
@@ -126,6 +160,8 @@ class BackendInfo(_Row):
         versions_known: No statement is made outside these ranges: the verdict there is unknown.
         operators: The operators whose appearance shows that this backend ran.
         memory: "linear" or "quadratic" in the sequence length.
+        first_call_seconds: How long the first call of each structure compiles, the least and the most that
+            was seen, in seconds; absent where nothing is compiled.
     """
 
     title: str
@@ -134,22 +170,29 @@ class BackendInfo(_Row):
     versions_known: Versions
     operators: list[str]
     memory: Literal["linear", "quadratic"]
+    first_call_seconds: tuple[Seconds, Seconds] | None = None
 
 
 class BackendTable(_Row):
     """One `<backend>.toml`, or one file of `shared/`.
 
     Attributes:
-        include: Other files, as `folder/name`, whose rules hold here too; they keep their own ids.
+        include: Other files, as `folder/name`, whose rules and options hold here too, with their own ids.
         backend: In `any/` alone.
+        needs: In an architecture's folder: what must be there in place of `needs` in `any/`.
+        first_call_seconds: In an architecture's folder: in place of that in `any/`.
         features: Every feature in `any/`; in an architecture's folder those with another answer there.
         rule: The file's own rows.
+        option: The file's own options.
     """
 
     include: Annotated[list[Shared], Field(default_factory=list)]
     backend: BackendInfo | None = None
+    needs: Annotated[list[str] | None, Field(min_length=1)] = None
+    first_call_seconds: tuple[Seconds, Seconds] | None = None
     features: Annotated[dict[Feature, FeatureAnswer], Field(default_factory=dict)]
     rule: Annotated[list[Rule], Field(default_factory=list)]
+    option: Annotated[list[Option], Field(default_factory=list)]
 
 
 class Order(_Row):
@@ -158,15 +201,15 @@ class Order(_Row):
     name: Name
     versions: Annotated[Versions, Field(default_factory=dict)]
     phase: Phase | None = None
-    when: Annotated[Box, Field(default_factory=dict)]
+    when: Annotated[Box | AnyOf, Field(default_factory=dict)]
     order: list[Backend]
     because: str
     evidence: Annotated[list[Evidence], Field(min_length=1)]
 
     @field_validator("when")
     @classmethod
-    def _known_fields(cls, value: Box) -> Box:
-        return _check_box(value)
+    def _known_fields(cls, value: Box | AnyOf) -> Box | AnyOf:
+        return _check_box(value) if isinstance(value, dict) else value
 
 
 class ArchTable(_Row):

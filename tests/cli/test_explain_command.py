@@ -42,7 +42,8 @@ def host_file(tmp_path):
         ([CALL, "--arch", "sm_90"], 0),
         ([CALL, "softcap=30", "--arch", "sm_90"], 0),
         ([CALL, "double_backward", "--arch", "sm_90"], 3),
-        ([CALL, "function", "--arch", "sm_90"], 4),
+        ([CALL, "function", "--arch", "sm_90"], 0),
+        ([CALL, "softcap=30", "double_backward", "--arch", "sm_90"], 4),
         ([CALL, "--arch", "sm_90", "--backend", "efficient", "--with", "torch=2.15.0"], 0),
         (["bf16 b1 hq8 sq64 d320 causal", "--arch", "sm_90", "--backend", "flash"], 4),
         ([CALL, "--arch", "sm_91"], 2),
@@ -127,18 +128,26 @@ def test_a_recorded_host_takes_and_loses_versions(capsys, host_file) -> None:
         ([], known()[-1]._asdict(), "(the newest known release)"),
         (
             ["--with", "torch=2.11"],
-            {"torch": "2.11", "cuda": "13.0", "cudnn": "9.19.0"},
-            "cudnn 9.19.0 (what its",
+            {"torch": "2.11", "cuda": "13.0", "cudnn": "9.19.0", "triton": "3.6.0"},
+            "triton 3.6.0 (what its",
         ),
         (
             ["--with", "torch=2.11", "--with", "cudnn=9.26"],
-            {"torch": "2.11", "cuda": "13.0", "cudnn": "9.26"},
-            "cuda 13.0 (",
+            {"torch": "2.11", "cuda": "13.0", "cudnn": "9.26", "triton": "3.6.0"},
+            "cuda 13.0, triton",
         ),
-        (["--with", "torch=2.11+cu128"], {"torch": "2.11+cu128"}, "nothing about cuda and cudnn, because"),
+        (
+            ["--with", "torch=2.11+cu128"],
+            {"torch": "2.11+cu128", "triton": "3.6.0"},
+            "triton 3.6.0 (what its default wheel brings); nothing about cuda and cudnn, because",
+        ),
         (["--with", "torch=2.99"], {"torch": "2.99"}, "no default wheel of torch 2.99 is listed"),
         (["--without", "torch"], {}, ""),
-        (["--without", "cudnn"], {"torch": known()[-1].torch, "cuda": known()[-1].cuda}, "torch"),
+        (
+            ["--without", "cudnn"],
+            {name: value for name, value in known()[-1]._asdict().items() if name != "cudnn"},
+            "torch",
+        ),
     ],
 )
 def test_what_was_not_said_about_a_machine_is_assumed_aloud(words, versions, said, capsys) -> None:
@@ -150,14 +159,36 @@ def test_what_was_not_said_about_a_machine_is_assumed_aloud(words, versions, sai
     assert ("\nassumed" in capsys.readouterr().out) is bool(said)
 
 
-def test_a_cpu_has_no_cuda(capsys) -> None:
-    decision, _, _ = explained(capsys, "fp32 b1 hq1 sq64 d64", "--arch", "cpu")
-    assert set(decision.host.versions) == {"torch"}
+@pytest.mark.parametrize(
+    ("words", "versions", "said"),
+    [
+        ([], {"torch": known()[-1].torch, "c++": "present", "avx2": "present"}, "(as most machines have)"),
+        (["--without", "c++"], {"torch": known()[-1].torch, "avx2": "present"}, "avx2 present"),
+        (
+            ["--with", "torch=2.9", "--with", "c++=13", "--without", "avx2"],
+            {"torch": "2.9", "c++": "13"},
+            "",
+        ),
+    ],
+)
+def test_a_cpu_has_no_cuda_and_a_compiler(words, versions, said, capsys) -> None:
+    decision, _, err = explained(capsys, "fp32 b1 hq1 sq64 d64", "--arch", "cpu", *words)
+    assert decision.host.versions == versions
+    assert said in err
+    assert err.startswith("assumed") is bool(said)
+
+
+def test_what_compiles_is_not_called_unavailable_for_want_of_a_compiler(capsys) -> None:
+    for arch in ("sm_90", "sm_120", "cpu"):
+        decision, _, _ = explained(capsys, "fp32 b1 hq1 sq64 d64", "--arch", arch)
+        assert decision.verdict("flex").missing == ()
+    decision, _, _ = explained(capsys, "fp32 b1 hq1 sq64 d64", "--arch", "sm_90", "--without", "triton")
+    assert decision.verdict("flex").missing == ("triton",)
 
 
 def test_the_newest_release_is_the_one_with_the_highest_version() -> None:
     assert known()[-1].torch == max((c.torch for c in known()), key=lambda t: [int(n) for n in t.split(".")])
-    assert companions_of("2.11.0") == ("2.11.0", "13.0", "9.19.0")
+    assert companions_of("2.11.0") == ("2.11.0", "13.0", "9.19.0", "3.6.0")
     assert companions_of("2.11") == companions_of("2.11.0")
     assert companions_of("3.0") is None
 
@@ -213,7 +244,7 @@ def test_neither_torch_nor_rich_is_loaded_for_text_about_another_machine(words, 
 
 
 def test_the_module_runs_and_its_exit_code_reaches_the_shell() -> None:
-    words = ["explain", CALL, "function", "--arch", "sm_90"]
+    words = ["explain", CALL, "softcap=30", "double_backward", "--arch", "sm_90"]
     done = subprocess.run(
         [sys.executable, "-m", "attnroute", *words], capture_output=True, text=True, check=False
     )

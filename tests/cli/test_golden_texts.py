@@ -27,12 +27,14 @@ COMMANDS = {
     "explain-recognised": "explain fp16 b1 hq8 sq4096 d64 dense=1x1x4096x4096:recognized=causal --arch sm_90",
     "explain-softcap": "explain bf16 b1 hq16 hkv8 sq8192 d256 window=4095,0 softcap=50 train --arch sm_100",
     "explain-slow-tier": "explain bf16 b1 hq16 sq8192 d64 causal train double_backward --arch sm_90",
-    "explain-nothing": "explain bf16 b1 hq8 sq4096 d64 function --arch sm_90",
+    "explain-nothing": "explain bf16 b1 hq8 sq4096 d64 softcap=30 double_backward --arch sm_90",
+    "explain-options": "explain bf16 b1 hq8 hkv4 sq4096 d256 prefix=100 train --arch sm_120",
     "explain-required": "explain bf16 b1 hq8 sq4096 d320 causal --arch sm_90 --backend cudnn",
     "explain-unknown-torch": "explain bf16 b1 hq8 sq64 d64 causal --arch sm_90 --with torch=2.99",
     "explain-cpu": "explain fp32 b2 hq4 sq256 d64 causal keys-left=192,256 train --arch cpu",
     "rule": "rule sm_90/cudnn/backward-nan-keys-64-mod-128",
     "rule-feature": "rule any/cudnn/feature-window",
+    "rule-option": "rule shared/flex_99_kib/backward-head-dim-up-to-256",
     "matrix": "matrix --arch sm_90 --with torch=2.11",
 }
 

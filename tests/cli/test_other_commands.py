@@ -88,7 +88,8 @@ def test_standard_calls_are_lines_in_canonical_form() -> None:
 def test_the_matrix_of_one_machine_has_every_verdict(capsys) -> None:
     assert main(["matrix", "--arch", "sm_90", "--with", "torch=2.11"]) == 0
     out = capsys.readouterr().out
-    host = Host(arch="sm_90", versions={"torch": "2.11", "cuda": "13.0", "cudnn": "9.19.0"})
+    versions = {"torch": "2.11", "cuda": "13.0", "cudnn": "9.19.0", "triton": "3.6.0"}
+    host = Host(arch="sm_90", versions=versions)
     rows = {
         line.split("│")[1].strip(): line.split("│")[2:-1] for line in out.splitlines() if line.startswith("│")
     }

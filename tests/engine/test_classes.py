@@ -11,6 +11,7 @@ from attnroute.call import Call
 from attnroute.engine.classes import class_of, length_conditions
 from attnroute.engine.decide import decide
 from attnroute.host import Host
+from attnroute.line import parse
 from attnroute.tables.load import load
 
 LENGTHS = st.sampled_from([1, 2, 63, 64, 100, 127, 128, 129, 192, 256, 320, 704, 1024, 4096, 65536, 70000])
@@ -68,6 +69,43 @@ def test_a_length_that_a_rule_asks_about_is_another_class():
         class_of(Call.model_validate({**training, "seqlen_kv": n}), "sm_90", load()) for n in (191, 192, 193)
     ]
     assert classes[0] == classes[2] != classes[1]
+
+
+COMBINED = "bf16 b1 hq8 sq300 d64 "
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("any(window=3,0|function)", "any(window=8,0|function)"),
+        ("any(causal+window=3,0|function)", "any(causal|function)"),
+        ("any(not(documents)|function)", "any(not(documents:scattered)|function)"),
+        ("not(function)", "not(function:no_head)"),
+        ("prefix=3", "prefix=8"),
+    ],
+)
+def test_masks_that_no_decision_tells_apart_are_one_class(one, other):
+    first, second = (parse(COMBINED + mask) for mask in (one, other))
+    assert class_of(first, "sm_90", load()) == class_of(second, "sm_90", load())
+    assert outcome(first, H100) == outcome(second, H100)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("any(causal|prefix)", "causal prefix"),
+        ("any(window=3,0|function)", "any(window=3,0|dense=300x300)"),
+        ("any(window=3,0|function)", "not(function)"),
+        ("any(keys|keys-left)", "any(window=3,0|documents)"),
+        ("any(keys|dense=1x300)", "any(keys|dense=300x300)"),
+        ("any(causal|function)", "any(documents:cross|function)"),
+        ("documents=100,200", "documents=100,200:cross"),
+        ("prefix=3", "prefix=3 causal"),
+    ],
+)
+def test_what_stands_inside_a_combination_is_part_of_the_class(one, other):
+    first, second = (class_of(parse(COMBINED + mask), "sm_90", load()) for mask in (one, other))
+    assert first != second
 
 
 def test_batches_that_must_be_split_have_no_class():

@@ -86,6 +86,15 @@ def test_a_status_is_the_worst_that_was_found(call, host, policy):
 
 
 @given(calls(), hosts(), policies())
+def test_only_what_is_not_rejected_has_options_and_each_names_its_row(call, host, policy):
+    for verdict in decide(call, host, policy=policy).verdicts:
+        assert len(verdict.options) == len(verdict.option_rows)
+        assert len(dict(verdict.options)) == len(verdict.options)
+        if verdict.status == "rejected":
+            assert (verdict.options, verdict.first_call_seconds) == ((), None)
+
+
+@given(calls(), hosts(), policies())
 def test_every_finding_says_both_sides(call, host, policy):
     for verdict in decide(call, host, policy=policy).verdicts:
         for finding in verdict.findings:
@@ -355,4 +364,5 @@ def test_an_architecture_that_nobody_described_runs_what_depends_on_none(arch):
     )
     decision = decide(call, host)
     assert decision.selected == "chunked"
-    assert {v.backend for v in decision.verdicts if v.status == "unknown"} == {"flash", "cudnn", "efficient"}
+    unknown = {v.backend for v in decision.verdicts if v.status == "unknown"}
+    assert unknown == {"flash", "cudnn", "efficient", "flex"}

@@ -9,14 +9,15 @@ from strategies import calls, hosts
 
 from attnroute.call import (
     AlibiBias,
+    AnyNode,
     Call,
     CausalNode,
     Context,
     DenseBias,
     DenseNode,
-    DocumentsNode,
     FunctionNode,
     KeyPaddingNode,
+    NotNode,
     Strides,
     WindowNode,
 )
@@ -42,7 +43,9 @@ CALL = Call(
 SQUARE = CALL.with_(seqlen_q=32)
 MAY_CHANGE = {
     "recognize_mask": {"mask"},
+    "from_varlen": {"mask", "layout"},
     "to_varlen": {"mask", "layout"},
+    "sink_from_lse": {"sink", "return_lse"},
     "materialize_mask": {"mask"},
     "expand_kv": {"num_heads_kv", "strides"},
     "pad_head_dim": {"head_dim_qk", "head_dim_v", "strides"},
@@ -97,16 +100,28 @@ def test_a_repair_that_was_made_has_nothing_left_to_do(call, repair):
             2 * (8 * 16 * 20 + 4 * 32 * 44) * 2,
         ),
         (
-            "to_varlen",
-            SQUARE.with_(mask=(DocumentsNode(lengths=(20, 12)), CausalNode())),
-            {"mask": (CausalNode(),), "layout": "thd"},
-            2 * 32 * (8 + 4) * (20 + 24) * 2,
+            "sink_from_lse",
+            CALL.with_(sink=True),
+            {"sink": False, "return_lse": True},
+            2 * 8 * 16 * 24 * 2,
         ),
         (
-            "to_varlen",
-            SQUARE.with_(mask=(DocumentsNode(),), layout="bshd"),
-            {"mask": (), "layout": "thd"},
-            0,
+            "materialize_mask",
+            CALL.with_(mask=(FunctionNode(per_head=False),)),
+            {"mask": (DenseNode(shape=(2, 1, 16, 32)),)},
+            2 * 16 * 32,
+        ),
+        (
+            "materialize_mask",
+            CALL.with_(mask=(NotNode(part=(FunctionNode(per_batch=False),)),)),
+            {"mask": (DenseNode(shape=(1, 8, 16, 32)),)},
+            8 * 16 * 32,
+        ),
+        (
+            "materialize_mask",
+            CALL.with_(mask=(AnyNode(parts=((KeyPaddingNode(),), (DenseNode(shape=(8, 1, 1)),))),)),
+            {"mask": (DenseNode(shape=(2, 8, 1, 32)),)},
+            2 * 8 * 32,
         ),
         (
             "materialize_mask",
@@ -189,18 +204,9 @@ def test_what_a_repair_changes_and_costs(repair, call, changes, size):
         ("pad_head_dim", CALL.with_(head_dim_qk=64, head_dim_v=8)),
         ("contiguous", CALL),
         ("contiguous", CALL.with_(strides=Strides(packed=False, kv_heads_expanded=True))),
-        ("to_varlen", CALL),
-        ("to_varlen", SQUARE.with_(mask=(DocumentsNode(contiguous=False),))),
-        ("to_varlen", SQUARE.with_(mask=(DocumentsNode(), KeyPaddingNode()))),
-        ("to_varlen", SQUARE.with_(mask=(DocumentsNode(), DocumentsNode(lengths=(32,))))),
-        ("to_varlen", SQUARE.with_(mask=(DocumentsNode(),), bias=AlibiBias())),
-        (
-            "to_varlen",
-            SQUARE.with_(mask=(DocumentsNode(),), context=Context(dynamic=("seqlen_q", "seqlen_kv"))),
-        ),
+        ("sink_from_lse", CALL),
         ("materialize_mask", CALL),
         ("materialize_mask", CALL.with_(mask=(DenseNode(shape=(16, 32)),))),
-        ("materialize_mask", CALL.with_(mask=(FunctionNode(),))),
         ("materialize_mask", CALL.with_(mask=(CausalNode(),), context=Context(dynamic=("seqlen_kv",)))),
         ("cast_mask", CALL.with_(mask=(CausalNode(),))),
         ("cast_mask", CALL.with_(mask=(DenseNode(shape=(16, 32)),), bias=AlibiBias())),
@@ -304,11 +310,23 @@ def test_a_recognised_mask_needs_no_other_repair_where_its_objects_do():
 
 
 def test_a_recognised_mask_is_left_a_tensor_where_only_that_is_accepted():
-    """Bottom right is what the CPU kernel has no argument for: recognised or not, it goes in as a tensor."""
-    dense = DenseNode(shape=(16, 32), recognized=(CausalNode(alignment="bottom_right"),), empty_rows="none")
-    verdict = decide(CALL.with_(mask=(dense,), head_dim_qk=24), CPU).verdict("flash")
-    assert verdict.status == "eligible"
-    assert "cast_mask" in verdict.repairs
+    """The CPU kernel has no argument for them: recognised, they would be made a tensor again."""
+    for node in (CausalNode(alignment="bottom_right"), WindowNode(left=3, right=0), KeyPaddingNode()):
+        dense = DenseNode(shape=(16, 32), recognized=(node,), empty_rows="none")
+        verdict = decide(CALL.with_(mask=(dense,), head_dim_qk=24), CPU).verdict("flash")
+        assert (verdict.status, verdict.repairs) == ("eligible", ("cast_mask",))
+
+
+def test_a_recognised_mask_is_made_a_smaller_tensor_where_the_given_one_cannot_run():
+    """A row of the mask for each query would lie too far from the first one."""
+    sizes = {"seqlen_q": 70_000, "seqlen_kv": 70_000, "num_heads_kv": 8, "head_dim_qk": 24}
+    padding = KeyPaddingNode(lengths=(60_000, 50_000))
+    for recognized, status in ((None, "rejected"), ((padding,), "eligible")):
+        dense = DenseNode(shape=(2, 1, 70_000, 70_000), recognized=recognized, empty_rows="none")
+        verdict = decide(CALL.with_(mask=(dense,), **sizes), H100).verdict("efficient")
+        assert verdict.status == status
+    assert verdict.repairs == ("recognize_mask", "materialize_mask", "cast_mask")
+    assert verdict.extra_bytes == 2 * 70_000 * (1 + 2)
 
 
 class Added(Tables):

@@ -9,6 +9,7 @@ from strategies import calls, hosts
 from attnroute.call import Call, CausalNode, DenseNode
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Hint
+from attnroute.engine.what_if import ANY_VERSION
 from attnroute.host import Host
 from attnroute.policy import Policy
 from attnroute.tables.load import load
@@ -31,7 +32,7 @@ DENSE = DenseNode(shape=(1024, 1024))
 def changed(hint, call, host):
     """Make the change that a hint names, written down anew from its words."""
     if hint.kind == "install":
-        return call, host.with_versions({hint.change: hint.version})
+        return call, host.with_versions({hint.change: hint.version or ANY_VERSION})
     if hint.kind == "mask_object":
         rest = [node for node in call.mask if not isinstance(node, DenseNode)]
         return call.with_(mask=(*rest, CausalNode())), host
@@ -80,6 +81,22 @@ def test_what_is_not_installed_is_hinted_with_a_version_that_would_do():
     (hint,) = [h for h in hints(CALL.with_(mask=(CausalNode(),)), without) if h.kind == "install"]
     assert (hint.change, hint.selects) == ("cudnn", "cudnn")
     assert contains(load().backends["cudnn"].versions_known["cudnn"], "cudnn", hint.version)
+
+
+def test_what_no_row_asks_a_version_of_is_hinted_without_one():
+    (hint,) = [h for h in hints(CALL.with_(softcap=30.0)) if h.kind == "install"]
+    assert hint == Hint(kind="install", change="triton", version=None, selects="flex")
+
+
+def test_nobody_is_told_to_install_a_processor():
+    bias = CALL.with_(dtype="float32", bias={"kind": "function"})
+    for have in ({}, {"c++": "13.2.0"}):
+        host = Host(arch="cpu", versions={"torch": "2.13.0", **have})
+        assert decide(bias, host).verdict("flex").missing
+        assert hints(bias, host, ban=("chunked",)) == ()
+    host = Host(arch="cpu", versions={"torch": "2.13.0", "avx2": "present"})
+    hint = Hint(kind="install", change="c++", version=None, selects="flex")
+    assert hints(bias, host, ban=("chunked",)) == (hint,)
 
 
 def test_dropout_and_determinism_are_hinted_where_they_decide():

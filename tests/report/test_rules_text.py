@@ -6,7 +6,7 @@ import datetime
 import json
 
 from attnroute.report.rules import Row, render_row, row_json
-from attnroute.tables.schema import BackendInfo, Evidence, FeatureAnswer, Rule
+from attnroute.tables.schema import BackendInfo, Evidence, FeatureAnswer, Option, Rule
 
 EVIDENCE = Evidence(
     kind="issue", ref="pytorch/pytorch#1", version="2.11", date=datetime.date(2026, 1, 2), note="seen"
@@ -71,6 +71,31 @@ def test_a_feature_answer_and_a_backend_are_printed() -> None:
     )
     said = render_row(Row("any/alpha/versions-known", "any/alpha.toml", info))
     assert "needs      torch, cudnn\nknown      torch >=2.5\noperators  aten::alpha\n" in said
+    assert "first call" not in said
+    slow = info.model_copy(update={"first_call_seconds": (6.0, 30.0)})
+    said = render_row(Row("any/alpha/versions-known", "any/alpha.toml", slow))
+    assert "first call of each structure compiles, 6 to 30 s\n" in said
+
+
+def test_options_are_printed_with_what_they_set() -> None:
+    option = Option(
+        name="tiles",
+        versions={"torch": ">=2.7"},
+        when={"head_dim_max": ">256"},
+        set={"BLOCK_M": 32, "FORCE": True},
+        because="its own do not fit",
+        evidence=[EVIDENCE],
+    )
+    row = Row("sm_90/alpha/tiles", "sm_90/alpha.toml", option)
+    assert render_row(row).splitlines()[:5] == [
+        "sm_90/alpha/tiles",
+        "versions   torch >=2.7",
+        "when       head_dim_max >256",
+        "sets       BLOCK_M = 32, FORCE = true",
+        "because    its own do not fit",
+    ]
+    data = json.loads(row_json(row))
+    assert data["set"] == {"BLOCK_M": 32, "FORCE": True}
 
 
 def test_json_has_the_keys_of_the_table() -> None:

@@ -73,8 +73,17 @@ def test_a_status_says_everything_about_a_verdict(given, said) -> None:
 def test_a_provider_that_cannot_be_imported_is_said_with_its_error() -> None:
     host = HOST.model_copy(update={"broken": {"flash-attn": "undefined symbol"}})
     given = verdict("beta", "unavailable", missing=("flash-attn",))
-    assert "needs flash-attn, whose import fails (undefined symbol)" in sentences.status(
+    assert "needs flash-attn, which cannot be used (undefined symbol)" in sentences.status(
         given, decision(given, host=host)
+    )
+
+
+def test_what_is_no_distribution_is_said_in_words() -> None:
+    given = verdict("beta", "unavailable", missing=("c++", "avx2"))
+    said = sentences.status(given, decision(given))
+    assert said == "unavailable, needs a C++ compiler, which is not there, needs AVX2, which is not there"
+    assert sentences.hint(Hint(kind="install", change="c++", selects="beta")) == (
+        "installing a C++ compiler would select beta"
     )
 
 
@@ -131,12 +140,24 @@ def test_wishes_are_said_with_their_origin_and_defaults_are_not() -> None:
     assert sentences.wishes(Policy()) == []
 
 
+SEEN = "the bool tensor 1x1x64x64 was recognised as"
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [
         ("", []),
-        (":recognized=causal", ["the bool tensor 1x1x64x64 was recognised as causal (top left)"]),
-        (":recognized=full", ["the bool tensor 1x1x64x64 was recognised as no mask at all"]),
+        (":recognized=causal", [f"{SEEN} causal (top left)"]),
+        (":recognized=full", [f"{SEEN} no mask at all"]),
+        (":recognized=(causal+documents=3,61)", [f"{SEEN} causal (top left) and 2 documents"]),
+        (
+            ":recognized=(window=3,open+keys=60)",
+            [f"{SEEN} window (left 3, right open, top left) and key padding on the right"],
+        ),
+        (":recognized=(documents+keys-any)", [f"{SEEN} documents and key padding"]),
+        (":recognized=keys-left=3", [f"{SEEN} key padding on the left"]),
+        (":recognized=keys=0", [f"{SEEN} no key at all"]),
+        (":recognized=(prefix=7:bottom_right)", [f"{SEEN} causal behind a prefix (bottom right)"]),
     ],
 )
 def test_a_recognised_mask_is_said(option, said) -> None:

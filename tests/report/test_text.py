@@ -144,6 +144,36 @@ def test_the_others_are_said_with_what_keeps_them_away_only() -> None:
     ]
 
 
+COMPILES = {
+    "options": (("BLOCK_M", 32), ("FORCE", True), ("stages", 2)),
+    "option_rows": ("sm_90/beta/tiles", "any/beta/whole", "sm_90/beta/tiles"),
+    "first_call_seconds": (0.3, 3.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "the first call of each structure compiles (0.3 to 3 s)"),
+        ({"compiled_seconds": 1.234}, "compiled in 1.2 s, as each structure is at its first call"),
+    ],
+)
+def test_a_candidate_says_its_options_by_row_and_what_compiling_takes(more, said) -> None:
+    given = decision(verdict("alpha"), verdict("beta", **COMPILES, **more), order=("alpha", "beta"))
+    assert render_decision(given).splitlines()[-4:] == [
+        "beta       eligible",
+        "           - kernel options BLOCK_M = 32, stages = 2 [sm_90/beta/tiles]",
+        "           - kernel options FORCE = true [any/beta/whole]",
+        f"           - {said}",
+    ]
+
+
+def test_what_is_no_candidate_says_nothing_about_compiling() -> None:
+    given = decision(verdict("alpha"), verdict("beta", "unavailable", **COMPILES), order=("alpha",))
+    assert render_decision(given).splitlines()[-1] == "beta       unavailable"
+    assert render_others(given) == "beta       unavailable"
+
+
 def test_the_call_of_an_explanation_can_be_pasted_back() -> None:
     text = render_decision(decision(verdict("alpha"), order=("alpha",)))
     (line,) = (row.removeprefix("call").strip() for row in text.splitlines() if row.startswith("call"))

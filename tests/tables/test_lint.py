@@ -25,6 +25,20 @@ evidence = [{{ kind = "{evidence}", ref = "nowhere" }}]
 """
 
 
+OPTION = """
+[[option]]
+name = "{name}"
+versions = {{ {versions} }}
+set = {{ BLOCK_M = 32 }}
+because = "of this test"
+evidence = [{{ kind = "{evidence}", ref = "nowhere" }}]
+"""
+
+
+def option(name="extra", versions="", evidence="own"):
+    return OPTION.format(name=name, versions=versions, evidence=evidence)
+
+
 def row(name="extra", kind="limit", versions="", evidence="own", more=""):
     return ROW.format(name=name, kind=kind, versions=versions, evidence=evidence, more=more)
 
@@ -75,6 +89,29 @@ def test_two_rows_of_one_name(broken):
 def test_a_row_named_like_a_finding_of_the_engine(broken):
     append(broken / "sm_90" / "flash.toml", row("feature-window"))
     assert "feature-window" in only(problems(broken), "sm_90/flash.toml", "name")
+
+
+def test_an_option_named_like_a_finding_of_the_engine(broken):
+    append(broken / "sm_90" / "flex.toml", option("no-table-here"))
+    assert "no-table-here" in only(problems(broken), "sm_90/flex.toml", "name")
+
+
+def test_an_option_measured_nowhere(broken):
+    append(broken / "sm_90" / "flex.toml", option(evidence="measured"))
+    assert "benchmarks/results/nowhere.json" in only(problems(broken), "sm_90/flex.toml", "evidence.ref")
+
+
+def test_an_option_of_no_known_version(broken):
+    append(broken / "sm_90" / "flex.toml", option(versions='torch = "<2.5"'))
+    assert "<2.5" in only(problems(broken), "sm_90/flex.toml", "versions.torch")
+
+
+@pytest.mark.parametrize("file", ["any/flex.toml", "shared/flex_triton.toml"])
+@pytest.mark.parametrize("said", ['needs = ["torch"]', "first_call_seconds = [1, 2]"])
+def test_needs_of_no_architecture(broken, file, said):
+    path = broken / file
+    path.write_text(f"{said}\n{path.read_text(encoding='utf-8')}", encoding="utf-8")
+    only(problems(broken), file, said.partition(" ")[0])
 
 
 def test_two_orders_of_one_name(broken):

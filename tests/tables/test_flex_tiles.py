@@ -1,0 +1,145 @@
+"""Tile options of FlexAttention: what the kernel accepts, and what fits into the device's shared memory."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from attnroute.call import Call
+from attnroute.engine.decide import judge
+from attnroute.host import Host
+from attnroute.policy import Policy
+from attnroute.tables.load import load
+from attnroute.vocabulary import DTYPE_BYTES
+
+TABLES = load()
+ARCHS = [a for a in TABLES.arch_names if TABLES.arch(a).shared_memory_per_block and a != "sm_75"]
+DIMS = (16, 64, 96, 128, 160, 192, 256, 320, 512)
+DTYPES = ("bfloat16", "float32")
+RELEASES = ("2.8.0", "2.11.0", "2.13.0", "2.15.0")
+SPARSE_BLOCK = 128
+REGISTERS = 64 * 1024
+"""Of 4 bytes, per block."""
+
+
+def rounded(size):
+    """Triton's tiles are powers of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def verdict_of(arch, *, torch="2.11.0", dtype="bfloat16", dims=(128, 128), seqlen=4096, phase="training"):
+    call = Call(
+        dtype=dtype,
+        batch=1,
+        num_heads_q=8,
+        num_heads_kv=4,
+        seqlen_q=seqlen,
+        seqlen_kv=4096,
+        head_dim_qk=dims[0],
+        head_dim_v=dims[1],
+        phase=phase,
+    )
+    host = Host(arch=arch, versions={"torch": torch, "cuda": "13.0", "triton": "3.6.0"})
+    return judge(call, host, TABLES, "flex", Policy())
+
+
+def every(arch):
+    """Every verdict that gives options, with its dtype and head dims."""
+    for torch, dtype, dims, phase in product(
+        RELEASES, DTYPES, [(d, d) for d in DIMS] + [(192, 128)], ("training", "inference")
+    ):
+        verdict = verdict_of(arch, torch=torch, dtype=dtype, dims=dims, phase=phase)
+        if verdict.options:
+            yield dict(verdict.options), dtype, dims, (torch, dtype, dims, phase, verdict.option_rows)
+
+
+def forward_bytes(options, dtype, dims, arch):
+    """What the forward takes, by the estimate that the rows name."""
+    width, (qk, v) = DTYPE_BYTES[dtype], map(rounded, dims)
+    rows, columns, stages = (options[f"fwd_{n}"] for n in ("BLOCK_M", "BLOCK_N", "num_stages"))
+    query, stage = rows * qk * width, columns * (qk + v) * width
+    if arch in ("sm_90", "sm_100", "sm_103", "sm_110"):
+        return query + stages * stage
+    return query + max(1, stages - 1) * stage + rows * columns * width + 512
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tiles_of_the_forward_fit(arch):
+    limit = TABLES.arch(arch).shared_memory_per_block
+    given = [g for g in every(arch) if "fwd_BLOCK_M" in g[0]]
+    assert len(given) > 10
+    for options, dtype, dims, case in given:
+        assert forward_bytes(options, dtype, dims, arch) <= limit, case
+
+
+def test_the_estimate_gives_what_was_reported():
+    """An error text of an H100 and one of an A10G, for the tiles that the kernel takes by itself."""
+    own = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 3}
+    assert forward_bytes(own, "bfloat16", (512, 512), "sm_90") == 262144
+    own = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_stages": 3}
+    assert forward_bytes(own, "bfloat16", (192, 128), "sm_86") == 139776
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_kernel_accepts_the_tiles(arch):
+    for options, _, _, case in every(arch):
+        for name, size in options.items():
+            if "BLOCK" in name:
+                assert size in (16, 32, 64, 128), case
+                assert SPARSE_BLOCK % size == 0
+        if "bwd_BLOCK_M1" in options:
+            assert options["bwd_BLOCK_N1"] % options["bwd_BLOCK_M1"] == 0, case
+            assert options["bwd_BLOCK_M2"] % options["bwd_BLOCK_N2"] == 0, case
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_sums_fit_into_the_registers(arch):
+    """A block keeps float32 sums of its rows: of the output, or of dK and dV, or of dQ."""
+    for options, _, dims, case in every(arch):
+        qk, v = map(rounded, dims)
+        if "fwd_BLOCK_M" in options:
+            threads = 32 * options["fwd_num_warps"]
+            assert options["fwd_BLOCK_M"] * v <= min(REGISTERS, threads * 255) * 0.75, case
+        if "bwd_BLOCK_N1" in options:
+            threads = 32 * options["bwd_num_warps"]
+            sums = max(options["bwd_BLOCK_N1"] * (qk + v), options["bwd_BLOCK_M2"] * qk)
+            assert sums <= min(REGISTERS, threads * 255), case
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dims", [(320, 320), (512, 512)])
+def test_wide_heads_have_tiles_forward_and_backward(arch, dims):
+    """The kernel's own forward tiles fit on no card there."""
+    options = dict(verdict_of(arch, dims=dims).options)
+    assert {"fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N2"} <= set(options)
+    inference = dict(verdict_of(arch, dims=dims, phase="inference").options)
+    assert not [name for name in inference if name.startswith("bwd_")]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_forward_of_short_queries_keeps_its_rows(arch):
+    """The kernel for fewer than 128 queries counts on the BLOCK_M that it computes itself."""
+    for seqlen, dims, dtype in product((1, 7, 127), DIMS, DTYPES):
+        options = verdict_of(arch, dims=(dims, dims), seqlen=seqlen, dtype=dtype).options
+        assert "fwd_BLOCK_M" not in dict(options)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dims", "given"),
+    [("sm_120", (128, 128), False), ("sm_120", (160, 160), True), ("sm_120", (256, 256), True)],
+)
+def test_a_backward_that_was_reported_not_to_fit_gets_other_tiles(arch, dims, given):
+    """pytorch/pytorch#198224: from 160 on, not at 128."""
+    options = dict(verdict_of(arch, dims=dims, torch="2.15.0").options)
+    assert ("bwd_BLOCK_M1" in options) is given
+
+
+def test_short_queries_run_the_whole_kernel_where_the_short_one_fails():
+    def forced(torch, seqlen, arch="sm_90"):
+        return "FORCE_USE_FLEX_ATTENTION" in dict(verdict_of(arch, torch=torch, seqlen=seqlen).options)
+
+    assert forced("2.13.0", 100)
+    assert not forced("2.14.0", 100)
+    assert not forced("2.13.0", 1)
+    assert not forced("2.13.0", 128)
