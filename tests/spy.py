@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnroute.tables.load import load
 
 _MARK = "profiler::_record_function_enter_new"
+ALL_SCORES = {"aten::bmm", "aten::softmax", "aten::_softmax", "aten::_safe_softmax"}
+"""Operators that hold all scores at once: what FlexAttention runs where it is not compiled."""
 
 
 class Spy(TorchDispatchMode):
@@ -43,6 +46,30 @@ def ran(backend):
     assert spy.backends == {backend}, (
         f"{backend} was named, {sorted(spy.backends)} ran: {sorted(set(spy.seen))}"
     )
+
+
+@contextmanager
+def profiled(backend):
+    """As `ran`, by the profiler: compiled calls cannot run under a dispatch mode.
+
+    Fails also where flex holds all scores at once, as it does uncompiled.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        yield profile
+    seen = {event.key for event in profile.key_averages()}
+    backends = {name for name, info in load().backends.items() if seen.intersection(info.operators)}
+    assert backends == {backend}, f"{backend} was named, {sorted(backends)} ran: {sorted(seen)}"
+    assert backend != "flex" or not seen & ALL_SCORES, f"uncompiled: {sorted(seen & ALL_SCORES)} ran"
+
+
+def allocated(function):
+    """Return the largest allocation and the peak, in bytes of the CPU, while `function` runs."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        function()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(sizes), max(accumulate(sizes))
 
 
 def operators_of(function):

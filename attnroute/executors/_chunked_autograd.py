@@ -8,59 +8,52 @@ import torch
 from torch import Tensor
 
 from attnroute.errors import AttnRouteError
-from attnroute.executors._chunked_backward import Grads, Wanted, run_backward
+from attnroute.executors._chunked_backward import Wanted, run_backward
 from attnroute.executors._chunked_call import Call, Saved, plain
 from attnroute.executors._chunked_forward import run_forward
+from attnroute.executors._chunked_functions import Reads, reads_of
 from attnroute.executors._chunked_tile import Extras, Spec
+
+EXTRAS = len(Extras.__slots__)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp, recorded for backward only where a gradient is wanted."""
-    inputs = (query, key, value, extras.bias, extras.slopes, extras.sink)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        out, lse = _Chunked.apply(spec, query, key, value, *_flat(extras))  # type: ignore[no-untyped-call]
-        return out, lse
+    if torch.is_grad_enabled():
+        reads = reads_of(spec, query, key)
+        inputs = (query, key, value, *_flat(extras), *reads.trained)
+        if any(t is not None and t.requires_grad for t in inputs):
+            out, lse = _Chunked.apply(spec, reads, *inputs)  # type: ignore[no-untyped-call]
+            return out, lse
     with plain(query):
         saved = run_forward(Call.build(query, key, value, extras, spec))
         return saved.out, saved.lse
 
 
-def attend_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    extras: Extras,
-    spec: Spec,
-    saved: Saved,
-    grads: tuple[Tensor, Tensor | None],
-    wanted: Wanted,
-) -> Grads:
-    """Return the gradients, given those of output and log-sum-exp; see `run_backward`."""
-    with plain(query):
-        return run_backward(Call.build(query, key, value, extras, spec), saved, *grads, wanted)
-
-
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, spec: Spec, query: Tensor, key: Tensor, value: Tensor, *extras: Tensor | None
+        ctx: Any, spec: Spec, reads: Reads, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        extras = rest[:EXTRAS]
         with plain(query):
-            saved = run_forward(Call.build(query, key, value, Extras(*extras), spec))
+            saved = run_forward(Call.build(query, key, value, Extras(*extras), spec, reads.trained))
             lse = saved.lse
-        ctx.spec = spec
-        ctx.save_for_backward(query, key, value, *extras, *saved)
+        # The functions go on reading the tensors themselves, so those are kept beside what autograd keeps of
+        # them, which serves to notice their changes.
+        ctx.spec, ctx.trained = spec, reads.trained
+        ctx.save_for_backward(*saved, query, key, value, *extras, *reads.watched)
         return saved.out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            None,
-            *_ChunkedGrad.apply(  # type: ignore[no-untyped-call]
-                ctx.spec, tuple(ctx.needs_input_grad[1:7]), grad_out, grad_lse, *ctx.saved_tensors
-            ),
-            *(None,) * 4,
+        wanted = Wanted(*ctx.needs_input_grad[2 : 2 + len(Wanted._fields)])
+        tensors = ctx.saved_tensors[: 6 + EXTRAS]
+        grads = _ChunkedGrad.apply(  # type: ignore[no-untyped-call]
+            ctx.spec, ctx.trained, wanted, grad_out, grad_lse, *tensors
         )
+        masks = (None,) * (3 + EXTRAS - len(wanted))
+        return None, None, *grads[: len(wanted)], *masks, *grads[len(wanted) :]
 
 
 class _ChunkedGrad(torch.autograd.Function):
@@ -68,12 +61,19 @@ class _ChunkedGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, spec: Spec, wanted: tuple[bool, ...], grad_out: Tensor, grad_lse: Tensor, *tensors: Tensor
+        ctx: Any,
+        spec: Spec,
+        trained: tuple[Tensor, ...],
+        wanted: Wanted,
+        grad_out: Tensor,
+        grad_lse: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        query, key, value, *rest = tensors
-        saved = Saved(*rest[-3:])
-        grads = (grad_out, grad_lse)
-        return attend_backward(query, key, value, Extras(*rest[:-3]), spec, saved, grads, Wanted(*wanted))
+        query, key, value, *extras = tensors[3:]
+        with plain(query):
+            call = Call.build(query, key, value, Extras(*extras), spec, trained)
+            grads = run_backward(call, Saved(*tensors[:3]), grad_out, grad_lse, wanted)
+        return *grads[:-1], *grads.trained
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -19,7 +19,7 @@ DOT_ELEMENTS = 2**24
 
 
 class Grads(NamedTuple):
-    """Gradients; None where none was asked for."""
+    """Gradients; None where none was asked for. `trained` are those of `Call.trained`."""
 
     query: Tensor | None
     key: Tensor | None
@@ -27,6 +27,7 @@ class Grads(NamedTuple):
     bias: Tensor | None
     slopes: Tensor | None
     sink: Tensor | None
+    trained: tuple[Tensor, ...] = ()
 
 
 class Wanted(NamedTuple):
@@ -83,12 +84,15 @@ class _Backward:
         self._value = torch.empty_like(call.value) if wanted.value else None
         self._bias = self._zeros_like(self._tiles.bias) if wanted.bias else None
         self._slopes = self._zeros_like(self._tiles.slopes) if wanted.slopes else None
+        self._function = call.score_function()
 
     def grads(self) -> Grads:
         """Return the gradients in the shapes and dtypes of the inputs."""
         extras = self._call.extras
         bias, slopes = _as(self._bias, extras.bias), _as(self._slopes, extras.slopes)
-        return Grads(self._query, self._key, self._value, bias, slopes, self._sink_grad())
+        found = () if self._function is None else self._function.grads
+        trained = tuple(t.to(like.dtype) for t, like in zip(found, self._call.trained, strict=True))
+        return Grads(self._query, self._key, self._value, bias, slopes, self._sink_grad(), trained)
 
     def run_chunk(self, chunk: Chunk) -> None:
         """Compute the gradients of one chunk."""
@@ -165,14 +169,20 @@ class _Backward:
         grad_probs = buffers.scores("grad_probs", size)
         matmul_into(scores, query, pass_.key_t.narrow(2, j0, j1 - j0), alpha=call.spec.scale)
         matmul_into(grad_probs, grad_out, pass_.value_t.narrow(2, j0, j1 - j0))
+        tape = None
+        if self._function is not None:
+            tape = self._function.apply_on_tape(self._tiles.region(chunk, block, j0, j1), scores)
         probs = buffers.operand("probs", scores)
         grad_scores = buffers.operand("grad_scores", grad_probs)
-        keep_bias_grad = self._bias is not None or self._slopes is not None
+        has_bias_grad = self._bias is not None or self._slopes is not None
+        keep_bias_grad = has_bias_grad or tape is not None
         if keep_bias_grad and tile.softcap and grad_scores is grad_probs:
             grad_scores = buffers.scores("grad_scores", size)
         call.steps.grad_tile(tile, scores, grad_probs, probs, grad_scores, *stats, keep_bias_grad)
-        if keep_bias_grad:
+        if has_bias_grad:
             self._add_bias(tile, chunk, block, keys, grad_probs)
+        if self._function is not None and tape is not None:
+            self._function.pull(tape, grad_probs, grad_scores)
         return probs, grad_scores
 
     def _add_bias(self, tile: Tile, chunk: Chunk, block: Block, keys: tuple[int, int], grad: Tensor) -> None:

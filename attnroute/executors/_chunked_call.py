@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnroute.executors import _chunked_eager
+from attnroute.executors._chunked_functions import ScoreFunction, is_wide
 from attnroute.executors._chunked_plan import Chunk, Geometry, Plan, make_plan, tiling_for
 from attnroute.executors._chunked_tile import Extras, Spec, TileSource
 
@@ -89,7 +90,10 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call: tensors, sizes, tiles and dtypes. Built alike for both directions."""
+    """One call: tensors, sizes, tiles and dtypes. Built alike for both directions.
+
+    `trained` are the tensors that the score function reads and that want a gradient.
+    """
 
     query: Tensor
     key: Tensor
@@ -101,13 +105,24 @@ class Call:
     steps: Steps
     score_dtype: torch.dtype
     operand_dtype: torch.dtype
+    trained: tuple[Tensor, ...]
 
     @classmethod
-    def build(cls, query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec) -> Call:
+    def build(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        extras: Extras,
+        spec: Spec,
+        trained: tuple[Tensor, ...] = (),
+    ) -> Call:
         """Lay a call out in tiles."""
         heads_kv = key.shape[1]
         group = query.shape[1] // heads_kv
         shape = Geometry(query.shape[0], heads_kv, group, query.shape[2], key.shape[2])
+        wide = spec.score_mod is not None or (spec.program is not None and is_wide(spec.program))
+        tiling = tiling_for(query.device.type, wide_functions=wide)
         return cls(
             query=query,
             key=key,
@@ -115,10 +130,11 @@ class Call:
             extras=extras,
             spec=spec,
             shape=shape,
-            plan=make_plan(shape, spec.limits, tiling_for(query.device.type), spec.block_q),
+            plan=make_plan(shape, spec.limits, tiling, spec.block_q),
             steps=steps_for(query),
             score_dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
             operand_dtype=_operand_dtype(query),
+            trained=trained,
         )
 
     @property
@@ -131,6 +147,12 @@ class Call:
         return TileSource(
             self.shape, self.spec, self.extras, self.query.new_empty((), dtype=self.score_dtype)
         )
+
+    def score_function(self) -> ScoreFunction | None:
+        """Return the score function for the tiles of one pass, or None where there is none."""
+        if self.spec.score_mod is None:
+            return None
+        return ScoreFunction(self.spec.score_mod, self.spec.softcap, self.trained, self.score_dtype)
 
     def heads(self, tensor: Tensor, chunk: Chunk) -> Tensor:
         """View a chunk of (batch, num_heads_q, ...) as (batch rows, key heads, group, ...)."""

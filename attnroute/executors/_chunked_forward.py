@@ -43,6 +43,7 @@ class _Forward:
     def __init__(self, call: Call, out: Tensor, stats: Tensor) -> None:
         self._call, self._out, self._stats = call, out, stats
         self._tiles, self._buffers = call.tiles(), Buffers(call)
+        self._function = call.score_function()
 
     def run_chunk(self, chunk: Chunk) -> None:
         """Fill in output and statistics of one chunk."""
@@ -80,6 +81,8 @@ class _Forward:
             tile = self._tiles.tile(chunk, block, j0, j1)
             scores = buffers.scores("scores", (units, rows, j1 - j0))
             matmul_into(scores, query, key.narrow(2, j0, j1 - j0), alpha=call.spec.scale)
+            if self._function is not None:
+                self._function.apply(self._tiles.region(chunk, block, j0, j1), scores)
             probs = buffers.operand("probs", scores)
             rescale = torch.empty_like(row_max) if number else None
             call.steps.softmax_tile(tile, scores, probs, row_max, row_sum, rescale)

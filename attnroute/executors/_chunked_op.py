@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnroute.errors import AttnRouteError
 from attnroute.executors._chunked_backward import Wanted, run_backward
 from attnroute.executors._chunked_call import Call, Saved, plain
 from attnroute.executors._chunked_forward import run_forward
@@ -31,7 +32,17 @@ _GRADS = 6
 def attend_compiled(
     query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp through the operator."""
+    """Return output and log-sum-exp through the operator, whose arguments are tensors and numbers.
+
+    Raises:
+        AttnRouteError: The call has functions.
+    """
+    if spec.program is not None or spec.score_mod is not None:
+        raise AttnRouteError(
+            "backend 'chunked' requires a mask of bands, tokens and tensors, and no score_mod, inside a"
+            " compiled graph; got a function, or a mask that is evaluated like one; call"
+            " attnroute.attention(), which runs outside of the graph."
+        )
     limits = spec.limits
     bounds = None if limits.bounds is None else list(limits.bounds)
     tensors = (extras.bias, extras.slopes, extras.sink)
@@ -92,7 +103,8 @@ def _backward(*arguments: Any) -> list[Tensor]:
     call, context = _call(tuple(asked))
     with context:
         grads = run_backward(call, Saved(out, row_max, row_sum), grad_out, grad_lse, Wanted(*wanted))
-    return [grad for grad in grads if grad is not None]
+    found = (grads.query, grads.key, grads.value, grads.bias, grads.slopes, grads.sink)
+    return [grad for grad in found if grad is not None]
 
 
 @_backward.register_fake

@@ -43,6 +43,10 @@ ACCELERATOR = Tiling(score_elements=64 * 2**20, min_block_q=256, max_block_q=102
 # two to three times faster.
 CPU = Tiling(score_elements=4 * 2**20, min_block_q=64, max_block_q=256)
 
+FUNCTION_SHARE = 4
+"""Tiles hold this fraction of the score budget where functions make tensors of their own, as large as a tile:
+indices of 8 bytes, and what a score function needs for its gradient."""
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -133,9 +137,11 @@ class Plan:
     tile_keys: int
 
 
-def tiling_for(device_type: str) -> Tiling:
-    """Return the sizes that suit a device."""
-    return CPU if device_type == "cpu" else ACCELERATOR
+def tiling_for(device_type: str, *, wide_functions: bool = False) -> Tiling:
+    """Return the sizes that suit a device, and functions that make tensors as large as a tile."""
+    usual = CPU if device_type == "cpu" else ACCELERATOR
+    share = FUNCTION_SHARE if wide_functions else 1
+    return usual._replace(score_elements=usual.score_elements // share)
 
 
 def make_plan(shape: Geometry, limits: Limits, tiling: Tiling, block_q: int | None = None) -> Plan:

@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from attnroute.masks.region import Region, allowed
+
 if TYPE_CHECKING:
     from attnroute.executors._chunked_plan import Block, Chunk, Geometry, Limits
+    from attnroute.executors._inputs import ScoreMod
+    from attnroute.masks.lowered import LoweredMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,8 @@ class Spec:
         seed: Seed of the dropout masks, drawn once per call; 0 without dropout.
         limits: The band and the document bounds.
         block_q: Queries per block; None chooses.
+        program: The part of the mask that is evaluated tile by tile; None = there is none.
+        score_mod: ``(score, batch, head, query index, key index) -> score``, applied after the softcap.
     """
 
     scale: float
@@ -36,6 +42,8 @@ class Spec:
     seed: int
     limits: Limits
     block_q: int | None
+    program: LoweredMask | None = None
+    score_mod: ScoreMod | None = None
 
     @property
     def keep_scale(self) -> float:
@@ -62,7 +70,7 @@ class Tile(NamedTuple):
     Attributes:
         shape: (batch rows, key heads, group, queries, keys) of the tile.
         limits: The band, in absolute positions.
-        softcap: As in `Spec`.
+        softcap: As in `Spec`; 0.0 where a score function has already applied it.
         diagonal: Key position that ALiBi takes as distance 0 for query 0: seqlen_kv - seqlen_q.
         bias: Five-dimensional slice, any float dtype, or None.
         slopes: (batch or 1, key heads, group, 1, 1) in the dtype of the scores, or None.
@@ -110,6 +118,7 @@ class TileSource:
         self.slopes = _slopes5(extras.slopes, shape, scores_like)
         self._dense = None if extras.dense is None else five_dims(extras.dense, shape.group)
         self._key_keep = extras.key_keep
+        self._device = scores_like.device
         self._ids_q, self._ids_kv = _document_ids(shape, spec.limits, extras, scores_like.device)
         self._generator: torch.Generator | None = None
         if spec.dropout_p > 0.0:
@@ -123,7 +132,7 @@ class TileSource:
             i0=block.i0,
             j0=j0,
             limits=self._spec.limits,
-            softcap=self._spec.softcap,
+            softcap=0.0 if self._spec.score_mod is not None else self._spec.softcap,
             diagonal=self._shape.seqlen_kv - self._shape.seqlen_q,
             bias=None if self.bias is None else cut(self.bias, chunk, block, j0, j1),
             slopes=None if self.slopes is None else cut(self.slopes, chunk, block, j0, j1),
@@ -131,6 +140,11 @@ class TileSource:
             keep=self._keep(size),
             keep_scale=self._spec.keep_scale,
         )
+
+    def region(self, chunk: Chunk, block: Block, j0: int, j1: int) -> Region:
+        """Return where the tile lies, in query heads."""
+        h0, h1 = chunk.h0 * self._shape.group, chunk.h1 * self._shape.group
+        return Region(chunk.b0, chunk.b1, h0, h1, block.i0, block.i1, j0, j1, self._device)
 
     def _allow(self, chunk: Chunk, block: Block, j0: int, j1: int) -> Tensor | None:
         parts: list[Tensor] = []
@@ -143,6 +157,9 @@ class TileSource:
             parts.append((ids_q == ids_kv)[:, None, None])
         if self._dense is not None:
             parts.append(cut(self._dense, chunk, block, j0, j1))
+        if self._spec.program is not None:
+            programmed = allowed(self._spec.program, self.region(chunk, block, j0, j1))
+            parts += [] if programmed is None else [five_dims(programmed, self._shape.group)]
         if not parts:
             return None
         allow = parts[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from attnroute.masks.lowered import FULL, LoweredMask
 from attnroute.vocabulary import Repair
 
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Output = tuple[Tensor, Tensor | None]
 
 
@@ -29,6 +31,7 @@ class Inputs:
         sink: (num_heads_q,) or None.
         alibi_slopes: (num_heads_q,) or (batch, num_heads_q) or None.
         dropout_p: Probability of dropping an attention weight.
+        score_mod: ``(score, batch, head, query index, key index) -> score``, applied after the softcap.
     """
 
     query: Tensor
@@ -43,6 +46,7 @@ class Inputs:
     sink: Tensor | None = None
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
+    score_mod: ScoreMod | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Plan:
         training: Gradients will be asked for.
         return_lse: The caller wants the log-sum-exp.
         device_type: "cpu" or "cuda".
+        options: Tile options that table rows state for the kernel, by name.
     """
 
     backend: str
@@ -62,3 +67,4 @@ class Plan:
     training: bool
     return_lse: bool
     device_type: str
+    options: tuple[tuple[str, int | bool | str], ...] = ()

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnroute.executors._inputs import Inputs, Output, Plan
+from attnroute.executors._pieces import BATCH, HEADS, pieces
+from attnroute.executors._sink import run_with_sink
 from attnroute.masks.lowered import LoweredMask
 from attnroute.masks.nodes import Extent
-from attnroute.masks.tensors import additive, as_4d, build, remember
+from attnroute.masks.tensors import additive, build, remember
 from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE
 
 PREPARED_LIMIT_BYTES: Final = 2**30
@@ -37,7 +39,7 @@ def run_repaired(run: Run, inputs: Inputs, plan: Plan) -> Output:
         inputs.attn = _undressed(inputs)
         return run(inputs, plan)
     repairs = frozenset(plan.repairs)
-    for limit, axis in (("split_batch", 0), ("split_heads", 1)):
+    for limit, axis in (("split_batch", BATCH), ("split_heads", HEADS)):
         if limit in repairs:
             rest = replace(plan, repairs=tuple(r for r in plan.repairs if r != limit))
             return _split(run, inputs, rest, axis)
@@ -47,14 +49,21 @@ def run_repaired(run: Run, inputs: Inputs, plan: Plan) -> Output:
     inputs.attn = _dense(inputs, repairs) if repairs & _DENSE and not nothing else _undressed(inputs)
     head_dim_v = inputs.value.shape[-1]
     _prepare_qkv(inputs, repairs)
-    out, lse = run(inputs, plan)
+    sink = inputs.sink if "sink_from_lse" in repairs else None
+    out, lse = run(inputs, plan) if sink is None else run_with_sink(run, inputs, plan)
     if out.shape[-1] != head_dim_v:
         out = out[..., :head_dim_v]
     if "zero_empty_rows" in repairs and inputs.attn is not None:
-        empty = empty_rows(inputs.attn)
-        out = out.masked_fill(empty[..., None], 0.0)
-        lse = None if lse is None else lse.masked_fill(empty, -math.inf)
+        out, lse = _without_empty_rows(out, lse, empty_rows(inputs.attn), sink)
     return out, lse
+
+
+def _without_empty_rows(out: Tensor, lse: Tensor | None, empty: Tensor, sink: Tensor | None) -> Output:
+    """Give rows with no key zeros and the log-sum-exp of nothing, or of the sink alone."""
+    out = out.masked_fill(empty[..., None], 0.0)
+    if lse is None or sink is None:
+        return out, None if lse is None else lse.masked_fill(empty, -math.inf)
+    return out, torch.where(empty, sink.detach().to(lse.dtype)[:, None], lse)
 
 
 def empty_rows(attn: Tensor) -> Tensor:
@@ -139,45 +148,7 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def _split(run: Run, inputs: Inputs, plan: Plan, axis: int) -> Output:
-    """Run slices of at most `GRID_LIMIT` along batch or heads and join them."""
-    query_size, kv_size = inputs.query.shape[axis], inputs.key.shape[axis]
-    group = max(1, query_size // max(1, kv_size))
-    step = max(1, GRID_LIMIT // group)
-    parts = []
-    for start in range(0, kv_size, step):
-        stop = min(start + step, kv_size)
-        part = replace(
-            inputs,
-            query=inputs.query.narrow(axis, start * group, (stop - start) * group),
-            key=inputs.key.narrow(axis, start, stop - start),
-            value=inputs.value.narrow(axis, start, stop - start),
-            mask=_slice_mask(inputs, axis, start * group, stop * group),
-            mask_owner=None,
-            bias=_slice(inputs.bias, axis, start * group, stop * group),
-        )
-        parts.append(run_repaired(run, part, plan))
+    """Run pieces of at most `GRID_LIMIT` along batch or heads and join them."""
+    parts = [run_repaired(run, piece, plan) for piece in pieces(inputs, axis, GRID_LIMIT)]
     lses = [lse for _, lse in parts if lse is not None]
     return torch.cat([out for out, _ in parts], axis), torch.cat(lses, axis) if lses else None
-
-
-def _slice(tensor: Tensor | None, axis: int, start: int, stop: int) -> Tensor | None:
-    if tensor is None:
-        return None
-    full = as_4d(tensor)
-    return full if full.shape[axis] == 1 else full.narrow(axis, start, stop - start)
-
-
-def _slice_mask(inputs: Inputs, axis: int, start: int, stop: int) -> LoweredMask:
-    mask = replace(inputs.mask, dense=_slice(inputs.mask.dense, axis, start, stop))
-    if axis == 1:
-        return mask
-
-    def rows(part: Tensor | None) -> Tensor | None:
-        return part if part is None or part.shape[0] == 1 else part[start:stop]
-
-    return replace(
-        mask,
-        key_keep=rows(mask.key_keep),
-        document_ids_q=rows(mask.document_ids_q),
-        document_ids_kv=rows(mask.document_ids_kv),
-    )

@@ -6,6 +6,7 @@ with a quadratic score matrix.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +17,12 @@ from attnroute.executors._chunked_op import attend_compiled
 from attnroute.executors._chunked_plan import Limits
 from attnroute.executors._chunked_tile import Extras, Spec
 from attnroute.executors._inputs import Inputs, Output, Plan
+from attnroute.masks.lowered import LoweredMask
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnroute.masks.lowered import LoweredMask
+    from attnroute.executors._inputs import ScoreMod
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,6 +41,7 @@ def run(inputs: Inputs, plan: Plan) -> Output:
             sink=inputs.sink,
             alibi_slopes=inputs.alibi_slopes,
             dropout_p=inputs.dropout_p,
+            score_mod=inputs.score_mod,
         )
     return out, lse if plan.return_lse else None
 
@@ -55,15 +58,16 @@ def chunked_attention(
     sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
+    score_mod: ScoreMod | None = None,
     block_q: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(scores) V and the log-sum-exp of the scores, exactly.
 
-    Scores are ``s = scale * QK^T``, then ``softcap * tanh(s / softcap)`` if there is a softcap, then plus
-    bias and ALiBi, then masked. They and the softmax are float32 (float64 for float64 inputs); matmul
-    operands have the input's dtype on CUDA and are widened to float32 where a device cannot accumulate in
-    float32 otherwise. The backward pass makes the scores again block by block; a second derivative is
-    refused.
+    Scores are ``s = scale * QK^T``, then ``softcap * tanh(s / softcap)`` if there is a softcap, then what
+    `score_mod` makes of them, then plus bias and ALiBi, then masked. They and the softmax are float32
+    (float64 for float64 inputs); matmul operands have the input's dtype on CUDA and are widened to float32
+    where a device cannot accumulate in float32 otherwise. The backward pass makes the scores again block by
+    block; a second derivative is refused.
 
     Args:
         query: (batch, num_heads_q, seqlen_q, head_dim_qk), any strides, float16, bfloat16, float32 or
@@ -71,7 +75,8 @@ def chunked_attention(
         key: (batch, num_heads_kv, seqlen_kv, head_dim_qk); num_heads_q is a multiple of num_heads_kv, and
             shared key heads are not copied.
         value: (batch, num_heads_kv, seqlen_kv, head_dim_v).
-        mask: Who may attend. Rows that may attend to nothing give zeros and a log-sum-exp of -inf.
+        mask: Who may attend. Rows that may attend to nothing give zeros and a log-sum-exp of -inf. Tensors
+            that its functions read get no gradient.
         bias: Float tensor of any dtype that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv); -inf
             masks. Its gradient is summed to its own shape while the blocks are walked.
         scale: Any number, zero and negative ones too; None = head_dim_qk ** -0.5.
@@ -81,6 +86,10 @@ def chunked_attention(
             ``-slope * abs(i + seqlen_kv - seqlen_q - j)``, flash-attn's bottom-right convention.
         dropout_p: Probability of dropping a normalised probability; kept ones are divided by 1 - dropout_p.
             The masks follow torch.manual_seed, and depend on block_q. The log-sum-exp knows nothing of them.
+        score_mod: ``(score, batch, head, query index, key index) -> score`` of 0-D tensors, as
+            FlexAttention's; called through vmap with float32 (float64) scores, and reads elements of tensors
+            in half precision as float32. Every tensor that it reads and that requires grad gets its gradient,
+            which torch may sum in any order on the CPU unless torch.use_deterministic_algorithms is on.
         block_q: Queries per block; None chooses (see below).
 
     Returns:
@@ -89,11 +98,13 @@ def chunked_attention(
 
     Raises:
         ArgumentError: A shape, dtype or number is out of place.
+        AttnRouteError: Under torch.compile, a mask or score function; or a second derivative is asked for.
 
     Memory beyond inputs, output and gradients is linear in the length. Most of it are the tiles of scores:
     with 16-bit inputs up to 384 MiB forward and 768 MiB backward, whatever the call (a sixteenth on the CPU).
-    The rest are the float32 gradients of the key heads in work, and copies of one chunk's keys, values and
-    query blocks where strides or shared key heads ask for them.
+    Where functions tell heads or batch rows apart, tiles are a quarter of that, since each tensor that a
+    function makes may be as large as a tile. The rest are the float32 gradients of the key heads in work,
+    and copies of one chunk's keys, values and query blocks where strides or shared key heads ask for them.
 
     Block sizes: a quarter of the queries, at least 256 and at most 1024 (64 and 256 on the CPU), against all
     keys that the mask leaves them, in several tiles where those would hold more than 64 Mi scores (4 Mi).
@@ -113,8 +124,10 @@ def chunked_attention(
         softcap=float(softcap),
         dropout_p=float(dropout_p),
         seed=0 if seed is None or compiling else int(seed),
-        limits=Limits(mask.band_lo, mask.band_hi, mask.document_bounds),
+        limits=_limits(mask),
         block_q=block_q,
+        program=_program(mask),
+        score_mod=score_mod,
     )
     extras = Extras(
         bias=bias,
@@ -128,6 +141,25 @@ def chunked_attention(
     if compiling:
         return attend_compiled(query, key, value, extras, spec, seed)
     return attend(query, key, value, extras, spec)
+
+
+def _limits(mask: LoweredMask) -> Limits:
+    """Return what lets blocks be skipped: a band around a diagonal of its own bounds no positions."""
+    if mask.diagonal is not None:
+        return Limits(bounds=mask.document_bounds)
+    return Limits(mask.band_lo, mask.band_hi, mask.document_bounds)
+
+
+def _program(mask: LoweredMask) -> LoweredMask | None:
+    """Return the part of a mask that is evaluated tile by tile, None where there is none."""
+    if mask.diagonal is None and not mask.is_programmed:
+        return None
+    band = LoweredMask()
+    if mask.diagonal is not None:
+        band = LoweredMask(band_lo=mask.band_lo, band_hi=mask.band_hi, diagonal=mask.diagonal)
+    return replace(
+        band, either=mask.either, exclude=mask.exclude, functions=mask.functions, sparse=mask.sparse
+    )
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -7,8 +7,8 @@ import torch
 
 def allowed(mask, shape):
     """Return who may attend as a bool tensor of `shape` (batch, num_heads_q, seqlen_q, seqlen_kv)."""
-    _, _, seqlen_q, seqlen_kv = shape
-    offset = torch.arange(seqlen_kv) - torch.arange(seqlen_q)[:, None]
+    b, h, i, j = positions(shape, "cpu")
+    offset = j - (i if mask.diagonal is None else mask.diagonal.cpu()[:, None])
     allow = torch.ones(shape, dtype=torch.bool)
     if mask.band_lo is not None:
         allow &= offset >= mask.band_lo
@@ -21,17 +21,34 @@ def allowed(mask, shape):
         allow &= same[:, None].cpu()
     if mask.dense is not None:
         allow &= mask.dense.cpu()
+    for alternatives in mask.either:
+        allow &= torch.stack([allowed(part, shape) for part in alternatives]).any(0)
+    for part in mask.exclude:
+        allow &= ~allowed(part, shape)
+    # The functions of the tests take index tensors that broadcast as well as single indices, and the blocks
+    # of a BlockMask that create_block_mask made say what its mask_mod says.
+    for function in (*mask.functions, *mask.sparse):
+        allow &= function.mask_mod(b, h, i, j)
     return allow
 
 
+def positions(shape, device):
+    """Return batch rows, heads, queries and keys as four tensors that broadcast to `shape`."""
+    sizes = [[-1 if dim == other else 1 for other in range(4)] for dim in range(4)]
+    return [torch.arange(n, device=device).view(size) for n, size in zip(shape, sizes, strict=True)]
+
+
 def reference(query, key, value, mask, *, bias=None, scale=None, softcap=0.0, sink=None, alibi_slopes=None,
-              keep=None, dropout_p=0.0):  # fmt: skip
+              score_mod=None, keep=None, dropout_p=0.0):  # fmt: skip
     """Return output and log-sum-exp in float64; `keep` is the drop mask, True = kept."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    if score_mod is not None:
+        changed = score_mod(scores, *positions(scores.shape, scores.device))
+        scores = changed.to(scores.dtype).expand(scores.shape)
     if alibi_slopes is not None:
         seqlen_q, seqlen_kv = scores.shape[2:]
         i = torch.arange(seqlen_q, device=query.device)[:, None] + seqlen_kv - seqlen_q

@@ -1,9 +1,12 @@
-"""Force small tiles on `chunked`, so that small tests meet several blocks and chunks."""
+"""Force small tiles on `chunked`, so that small tests meet several blocks and chunks; watch its tensors."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnroute.executors import _chunked_call, _chunked_plan
 from attnroute.executors._chunked_plan import Tiling
@@ -29,3 +32,18 @@ def tiling(score_elements, key_align=8):
 def budget(score_elements):
     """Return a tiling with this many scores and blocks of up to 64 queries."""
     return Tiling(score_elements, 16, 64)
+
+
+class Largest(TorchDispatchMode):
+    """Record the largest tensor that any operation returns, in elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 from executors.chunked_reference import error, reference, wide
-from executors.chunked_tiling import tiling
-from torch.utils._python_dispatch import TorchDispatchMode
+from executors.chunked_tiling import Largest, tiling
 from torch.utils.checkpoint import checkpoint
 
 from attnroute.errors import ArgumentError, AttnRouteError
@@ -234,21 +233,6 @@ def test_autocast_does_not_narrow_the_matmuls():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = chunked_attention(*tensors, CAUSAL)[0]
     assert torch.equal(got, want)
-
-
-class Largest(TorchDispatchMode):
-    """Record the largest tensor that any operation returns, in elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return result
 
 
 @pytest.mark.parametrize("feature", ["plain", "bias", "dropout", "softcap"])

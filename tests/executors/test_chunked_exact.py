@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from executors.chunked_compare import LSE_TOLERANCE, TOLERANCE, Drawn, compare
 from executors.chunked_reference import error, reference, wide
+from executors.chunked_strategies import features, masks
 from executors.chunked_tiling import tiling
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,132 +14,20 @@ from hypothesis import strategies as st
 from attnroute.executors.chunked import chunked_attention
 from attnroute.masks.lowered import FULL, LoweredMask
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-LSE_TOLERANCE = 5e-6
 LENGTH = st.sampled_from([1, 2, 5, 17, 33, 64, 70])
-CHANCE = st.integers(0, 2).map(lambda n: n == 0)
-
-
-@st.composite
-def masks(draw, batch, heads, seqlen_q, seqlen_kv, generator):
-    """Draw a conjunction of any of the parts that a lowered mask can have."""
-    parts = {}
-    edge = st.sampled_from([0, seqlen_kv - seqlen_q]) | st.integers(-40, 40)
-    if draw(CHANCE):
-        parts["band_lo"] = draw(edge)
-    if draw(st.booleans()):
-        parts["band_hi"] = draw(edge)
-    if draw(CHANCE):
-        rows = draw(st.sampled_from([1, batch]))
-        parts["key_keep"] = torch.rand(rows, seqlen_kv, generator=generator) < 0.7
-    if draw(CHANCE):
-        parts |= draw(documents(batch, seqlen_q, seqlen_kv, generator))
-    if draw(CHANCE):
-        shape = broadcast(draw, batch, heads, seqlen_q, seqlen_kv)
-        parts["dense"] = torch.rand(shape, generator=generator) < 0.7
-    return LoweredMask(**parts)
-
-
-@st.composite
-def documents(draw, batch, seqlen_q, seqlen_kv, generator):
-    if seqlen_q == seqlen_kv and draw(st.booleans()):
-        inner = draw(st.lists(st.integers(0, seqlen_q), max_size=3))
-        bounds = (0, *sorted(inner), seqlen_q)
-        ids = torch.bucketize(torch.arange(seqlen_q), torch.tensor(bounds[1:]), right=True)[None]
-        return {"document_ids_q": ids, "document_ids_kv": ids, "document_bounds": bounds}
-    rows = draw(st.sampled_from([1, batch]))
-    return {
-        "document_ids_q": torch.randint(0, 3, (rows, seqlen_q), generator=generator),
-        "document_ids_kv": torch.randint(0, 3, (rows, seqlen_kv), generator=generator),
-    }
-
-
-def broadcast(draw, *sizes):
-    return tuple(draw(st.sampled_from([1, size])) for size in sizes)
-
-
-@st.composite
-def features(draw, dtype, batch, heads, seqlen_q, seqlen_kv, generator):
-    """Draw keyword arguments: bias, softcap, sink, ALiBi, scale."""
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    chosen = {"scale": draw(st.sampled_from([None, None, 0.0, -0.6]))}
-    if draw(CHANCE):
-        shape = broadcast(draw, batch, heads, seqlen_q, seqlen_kv)[draw(st.integers(0, 2)) :]
-        bias = normal(*shape).to(draw(st.sampled_from([dtype, torch.float64])))
-        if draw(CHANCE):
-            bias[torch.rand(shape, generator=generator) < 0.4] = float("-inf")
-        chosen["bias"] = bias.requires_grad_(draw(st.booleans()))
-    if draw(CHANCE):
-        chosen["softcap"] = 1.5
-    if draw(CHANCE):
-        chosen["sink"] = normal(heads).requires_grad_()
-    if draw(CHANCE):
-        shape = draw(st.sampled_from([(heads,), (batch, heads)]))
-        # In half precision the output's rounding, times every distance, can exceed a gradient that cancels.
-        wants_grad = dtype in {torch.float32, torch.float64} and draw(st.booleans())
-        chosen["alibi_slopes"] = normal(*shape).abs().requires_grad_(wants_grad)
-    return chosen
 
 
 @given(data=st.data(), dtype=st.sampled_from(list(TOLERANCE)), seed=st.integers(0, 2**31))
 @settings(deadline=None, max_examples=120)
 def test_output_lse_and_every_gradient(data, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
+    drawn = Drawn(seed, dtype)
     batch, heads_kv, group = (data.draw(st.integers(1, 3)) for _ in range(3))
-    seqlen_q, seqlen_kv, heads = data.draw(LENGTH), data.draw(LENGTH), heads_kv * group
-    head_dim_qk, head_dim_v = data.draw(st.sampled_from([(3, 5), (8, 8), (20, 12)]))
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    query = normal(batch, heads, seqlen_q, head_dim_qk).requires_grad_()
-    key = normal(batch, heads_kv, seqlen_kv, head_dim_qk).requires_grad_()
-    value = normal(batch, heads_kv, seqlen_kv, head_dim_v).requires_grad_()
-    mask = data.draw(masks(batch, heads, seqlen_q, seqlen_kv, generator))
-    chosen = data.draw(features(dtype, batch, heads, seqlen_q, seqlen_kv, generator))
-    block_q = data.draw(st.sampled_from([None, 1, 7, 16]))
+    sizes = (batch, heads_kv * group, data.draw(LENGTH), data.draw(LENGTH))
+    tensors = drawn.tensors(sizes, *data.draw(st.sampled_from([(3, 5), (8, 8), (20, 12)])), heads_kv=heads_kv)
+    mask = data.draw(masks(*sizes, drawn.generator))
+    chosen = data.draw(features(dtype, *sizes, drawn.generator))
     with tiling(data.draw(st.sampled_from([1, 600, 2**24])), data.draw(st.sampled_from([1, 8, 64]))):
-        out, lse = chunked_attention(query, key, value, mask, block_q=block_q, **chosen)
-        grad_out, grad_lse = normal(*out.shape), normal(*lse.shape).float()
-        has_key = torch.isfinite(lse)
-        leaves = [query, key, value, *(t for t in chosen.values() if torch.is_tensor(t) and t.requires_grad)]
-        grads = torch.autograd.grad(
-            [out, lse], leaves, [grad_out, grad_lse.masked_fill(~has_key, float("nan"))]
-        )
-
-    wide_leaves = {
-        id(leaf): wide(leaf) for leaf in (query, key, value, *chosen.values()) if torch.is_tensor(leaf)
-    }
-    arguments = {name: wide_leaves.get(id(value), value) for name, value in chosen.items()}
-    want_out, want_lse = reference(*(wide_leaves[id(t)] for t in (query, key, value)), mask, **arguments)
-    wanted = torch.autograd.grad(
-        [want_out, want_lse],
-        [wide_leaves[id(leaf)] for leaf in leaves],
-        [grad_out.double(), grad_lse.double().masked_fill(~has_key, 0.0)],
-    )
-    assert torch.equal(has_key, torch.isfinite(want_lse))
-    assert not out[~has_key].any()
-    assert fits(out, want_out, dtype)
-    assert error(lse[has_key], want_lse[has_key]) < max(TOLERANCE[dtype] / 100, LSE_TOLERANCE)
-    for leaf, got, want in zip(leaves, grads, wanted, strict=True):
-        assert got.shape == leaf.shape
-        assert got.dtype == leaf.dtype
-        assert close(got, want, TOLERANCE[dtype], lse.numel())
-
-
-def fits(got, want, dtype):
-    """Compare relative to `want`; where it is below what the dtype can round to, to that."""
-    smallest = torch.finfo(dtype).smallest_normal * got.numel() ** 0.5
-    difference = (got.double() - want).detach().norm()
-    return error(got, want) < TOLERANCE[dtype] or float(difference) < smallest
-
-
-def close(got, want, tolerance, rows):
-    """Compare relative to `want`; where its terms cancel, to the rounding of as many terms of size 1."""
-    return error(got, want) < tolerance or float((got.double() - want).norm()) < tolerance * rows**0.5
+        compare(drawn, tensors, mask, chosen, block_q=data.draw(st.sampled_from([None, 1, 7, 16])))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from executors.chunked_compare import Drawn
+from executors.chunked_compare import compare as compare_all
 from executors.chunked_reference import error, reference, wide
 from executors.chunked_tiling import tiling
 
 from attnroute.errors import ArgumentError
 from attnroute.executors import _chunked_call
 from attnroute.executors.chunked import chunked_attention
-from attnroute.masks.lowered import FULL, LoweredMask
+from attnroute.masks.lowered import FULL, LoweredMask, MaskFunction
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +86,34 @@ def test_features_against_float64(steps, name, dtype):
     mask, arguments = feature(name, dtype)
     with tiling(40_000, 64):
         compare(inputs(dtype=dtype), mask, arguments, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_programs_and_score_functions_against_float64(steps, dtype):
+    drawn = Drawn(0, dtype, "cuda")
+    table, gain = drawn.normal(4, 7).requires_grad_(), drawn.normal(4).requires_grad_()
+
+    def make(table, gain):
+        return lambda score, _b, h, i, j: torch.tanh(score * gain[h]) + table[h, (i - j) % 7]
+
+    rows = MaskFunction(lambda b, h, i, j: (i + j + b + h) % 5 != 0)
+    near = LoweredMask(band_lo=-9), LoweredMask(functions=(MaskFunction(lambda _b, _h, _i, j: j % 3 == 0),))
+    mask = LoweredMask(band_hi=4, either=(near,), exclude=(LoweredMask(band_lo=2),), functions=(rows,))
+    with tiling(40_000, 64):
+        for score in (None, (make, (table, gain))):
+            compare_all(drawn, drawn.tensors((2, 4, 200, 137), 72, heads_kv=2), mask, score=score)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_a_diagonal_for_each_query_against_float64(steps, dtype):
+    drawn = Drawn(1, dtype, "cuda")
+    diagonal = torch.arange(90, device="cuda") * 3 // 2
+    ids_q, ids_kv = torch.arange(90, device="cuda")[None] // 30, torch.arange(140, device="cuda")[None] // 50
+    mask = LoweredMask(
+        band_lo=-20, band_hi=0, diagonal=diagonal, document_ids_q=ids_q, document_ids_kv=ids_kv
+    )
+    with tiling(4_000, 64):
+        compare_all(drawn, drawn.tensors((1, 4, 90, 140), 64, heads_kv=2), mask)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 8), (129, 333, 33), (1025, 5000, 64), (700, 700, 512)])

@@ -10,7 +10,7 @@ from repair_inputs import inputs_of, lowered, reference
 
 import attnroute
 from attnroute import masks
-from attnroute.executors import _repairs, flash
+from attnroute.executors import _flash_ragged, _repairs
 from attnroute.masks import tensors as mask_tensors
 
 
@@ -69,10 +69,13 @@ def test_a_mask_beside_a_bias_is_prepared_each_time(builds):
     assert len(builds) == 2
 
 
-def test_a_mask_put_together_for_one_call_is_not_kept(builds):
-    mask = masks.KeyPadding(lengths=[6, 2])
+@pytest.mark.parametrize(
+    "mask", [masks.KeyPadding(lengths=[6, 2]), torch.rand(6, 6) < 0.7], ids=["object", "tensor"]
+)
+def test_a_mask_beside_causal_and_window_is_prepared_once_for_each(builds, mask):
     for _ in range(2):
         attnroute.attention(*normal(), mask, is_causal=True)
+        attnroute.attention(*normal(), mask, window=(2, 1))
     assert len(builds) == 2
 
 
@@ -100,15 +103,16 @@ def test_what_was_prepared_goes_with_its_mask():
 def test_prefix_sums_of_every_row_follow_each_other(batch):
     inputs = inputs_of(batch, 2, 2, 6, 6)
     inputs.mask = lowered(masks.Documents(lengths=[2, 0, 4]), inputs)
-    sums = flash._cu_seqlens(inputs, batch, 6)
+    found = _flash_ragged.rows_of(inputs, training=False)
     want = torch.tensor([0, *(n + 6 * b for b in range(batch) for n in (2, 2, 6))], dtype=torch.int32)
-    assert sums.dtype == torch.int32
-    assert torch.equal(sums, want)
-    assert inputs.mask.max_seqlen == 4
+    assert found.rows.sums_q.dtype == torch.int32
+    assert torch.equal(found.rows.sums_q, want)
+    assert torch.equal(found.rows.sums_kv, want)
+    assert (found.longest_q, found.longest_kv) == (4, 4)
 
 
 def test_a_ragged_batch_needs_prefix_sums():
     inputs = inputs_of(1, 2, 2, 6, 6)
     inputs.mask = lowered(masks.Documents(ids=torch.zeros(6, dtype=torch.int64)), inputs)
-    with pytest.raises(ValueError, match="to_varlen requires documents given by lengths or cu_seqlens"):
-        flash._cu_seqlens(inputs, 1, 6)
+    with pytest.raises(ValueError, match="to_varlen requires documents or key padding given by lengths"):
+        _flash_ragged.rows_of(inputs, training=False)

@@ -349,9 +349,3 @@ def test_heads_of_a_group_larger_than_a_piece_stay_together(monkeypatch):
     out, _ = run_repaired(reference, inputs, plan("split_heads"))
     assert error(out, want) <= TOLERANCE[torch.float64]
     assert [seen.key.shape[1] for seen in reference.seen] == [1, 1]
-
-
-# What is kept of a prepared mask.
-
-
-# The ragged batch of the flash kernel.

@@ -1,0 +1,253 @@
+"""One compiled `flex_attention` per structure of mask and scores, that can never run uncompiled.
+
+Uncompiled, FlexAttention computes all scores at once. Two guards keep that from happening: each structure has
+a code object of its own, so that none of them meets dynamo's recompile limit because of the others, and the
+function refuses to run as plain Python.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from attnroute.errors import NotCompiledError
+
+if TYPE_CHECKING:
+    from attnroute.executors._flex_program import Blocked, Part
+
+Result = tuple[Tensor, Tensor | None]
+_LIMIT_ERRORS: Final = ("FailOnRecompileLimitHit", "RecompileLimitExceeded", "CacheLimitExceeded")
+
+
+@dataclass(slots=True)
+class Compiled:
+    """One structure.
+
+    Attributes:
+        name: What it is, for people.
+        call: The compiled function.
+        seconds: How long each compilation took, in seconds; lengths that change cost a second one.
+    """
+
+    name: str
+    call: Callable[..., Result] | None = None
+    seconds: list[float] = field(default_factory=list)
+
+
+Listener = Callable[[Compiled, float | None], None]
+"""Told when a compilation starts (None) and when it ended (its seconds)."""
+
+_COMPILED: dict[Hashable, Compiled] = {}
+_LISTENERS: list[Listener] = []
+# dynamo remembers which lengths varied under the name of a function, so no name comes twice.
+_NUMBERS: Final = count(1)
+
+
+def listen(listener: Listener) -> None:
+    """Call `listener` around every compilation from now on."""
+    if listener not in _LISTENERS:
+        _LISTENERS.append(listener)
+
+
+def compiled(structure: Hashable) -> Compiled | None:
+    """Return what was compiled for a structure, if anything was."""
+    return _COMPILED.get(structure)
+
+
+def entries() -> tuple[Compiled, ...]:
+    """Return everything that was compiled."""
+    return tuple(_COMPILED.values())
+
+
+def forget() -> None:
+    """Drop every compiled structure."""
+    _COMPILED.clear()
+
+
+class Settings(NamedTuple):
+    """What is fixed in the code of a structure beside the expressions.
+
+    Attributes:
+        scale: Factor on QK^T; None = head_dim_qk ** -0.5.
+        enable_gqa: Query heads share key heads.
+        return_lse: The log-sum-exp is wanted.
+        size: Queries and keys of a block.
+        options: Options of the kernel.
+    """
+
+    scale: float | None
+    enable_gqa: bool
+    return_lse: bool
+    size: tuple[int, int]
+    options: tuple[tuple[str, Any], ...]
+
+
+def entry(key: Hashable, mask: Part, score: Part, settings: Settings) -> Compiled:
+    """Return the entry of a structure; its function is compiled at its first call."""
+    found = _COMPILED.get(key)
+    if found is None:
+        found = _COMPILED[key] = Compiled(", ".join(t for t in (mask.text, score.text) if t) or "no mask")
+        function = _function(f"flex_{next(_NUMBERS)}", mask, score, settings)
+        found.call = torch.compile(function, backend=_measured(found), fullgraph=True)
+    return found
+
+
+def run(found: Compiled, qkv: tuple[Tensor, Tensor, Tensor], mask: Blocked, score: Part) -> Result:
+    """Call the compiled function.
+
+    Raises:
+        NotCompiledError: It would run uncompiled.
+    """
+    try:
+        return found.call(  # type: ignore[misc]
+            *qkv, mask.blocks, mask.part.tensors, mask.part.functions, score.tensors, score.functions
+        )
+    except NotCompiledError:
+        _drop(found)
+        raise
+    except Exception as error:
+        if any(cls.__name__ in _LIMIT_ERRORS for cls in type(error).__mro__):
+            raise NotCompiledError(_limit_message(found)) from error
+        raise
+
+
+def _drop(found: Compiled) -> None:
+    """Forget a structure that was never compiled: what `torch.compile` made may refuse for ever."""
+    for key in [key for key, known in _COMPILED.items() if known is found and not found.seconds]:
+        del _COMPILED[key]
+
+
+_TEMPLATE: Final = """
+def {name}(query, key, value, blocks, mask_tensors, mask_functions, score_tensors, score_functions):
+    if not is_compiling():
+        refuse()
+    {mask_names} = (*mask_tensors, *mask_functions)
+    {score_names} = (*score_tensors, *score_functions)
+
+    def mask_mod(b, h, i, j):
+        return {mask}
+
+    def score_mod(s, b, h, i, j):
+        return {score}
+
+    return attend(query, key, value, {score_mod}, {block_mask})
+"""
+
+
+def _function(name: str, mask: Part, score: Part, settings: Settings) -> Callable[..., Result]:
+    """Write the function of a structure; it has a code object of its own, for which dynamo counts alone."""
+    source = _TEMPLATE.format(
+        name=name,
+        mask_names=_names("m", mask),
+        score_names=_names("s", score),
+        mask=mask.text or "True",
+        score=score.text or "s",
+        score_mod="score_mod" if score.text else "None",
+        block_mask="block_mask(query, key, blocks, mask_mod)" if mask.text else "None",
+    )
+    space: dict[str, Any] = {
+        "torch": torch,
+        "is_compiling": torch.compiler.is_compiling,
+        "refuse": _refuse,
+        "attend": _attending(settings),
+        "block_mask": _block_mask_maker(settings.size),
+    }
+    # dynamo wraps a function without a source file into one that all of them would share.
+    file = f"{__file__.removesuffix('.py')}_{name}.py"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    # The text is made of index names and numbers only; what the user gave is called, never pasted.
+    exec(compile(source, file, "exec"), space)  # noqa: S102
+    function: Callable[..., Result] = space[name]
+    return function
+
+
+def _names(prefix: str, part: Part) -> str:
+    names = [f"{prefix}{n}" for n in range(len(part.tensors))]
+    names += [f"{prefix}f{n}" for n in range(len(part.functions))]
+    return f"({''.join(f'{name}, ' for name in names)})"
+
+
+def _attending(settings: Settings) -> Callable[..., Result]:
+    arguments: dict[str, Any] = {"scale": settings.scale, "enable_gqa": settings.enable_gqa}
+    if settings.options:
+        arguments["kernel_options"] = dict(settings.options)
+    aux = {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any) -> Result:
+        if not settings.return_lse:
+            return flex.flex_attention(query, key, value, score_mod, block_mask, **arguments), None  # type: ignore[return-value]
+        out, second = flex.flex_attention(query, key, value, score_mod, block_mask, **arguments, **aux)
+        return out, second if isinstance(second, Tensor) else second.lse
+
+    return attend
+
+
+def _block_mask_maker(size: tuple[int, int]) -> Callable[..., flex.BlockMask]:
+    has_lengths = "seq_lengths" in inspect.signature(flex.BlockMask.__init__).parameters
+
+    def make(query: Tensor, key: Tensor, blocks: tuple[Any, ...], mask_mod: Any) -> flex.BlockMask:
+        lengths: dict[str, Any] = {"seq_lengths": (query.shape[2], key.shape[2])} if has_lengths else {}
+        return flex.BlockMask(
+            kv_num_blocks=blocks[0],
+            kv_indices=blocks[1],
+            full_kv_num_blocks=blocks[2],
+            full_kv_indices=blocks[3],
+            q_num_blocks=blocks[4],
+            q_indices=blocks[5],
+            full_q_num_blocks=blocks[6],
+            full_q_indices=blocks[7],
+            BLOCK_SIZE=size,
+            mask_mod=mask_mod,
+            **lengths,
+        )
+
+    return make
+
+
+def _refuse() -> None:
+    raise NotCompiledError(
+        "backend flex requires torch.compile to compile its call, because uncompiled it computes all scores"
+        f" at once; got a plain call ({_why_plain()}); remove that, or pass another backend."
+    )
+
+
+def _why_plain() -> str:
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "a TorchDispatchMode is active"
+    if torch._dynamo.config.disable:
+        return "torch.compile is switched off, e.g. by TORCH_COMPILE_DISABLE"
+    return "dynamo skipped it, e.g. because of torch.compiler.set_stance"
+
+
+def _limit_message(found: Compiled) -> str:
+    limit = torch._dynamo.config.recompile_limit
+    return (
+        f"backend flex requires at most {limit} compilations of one structure of mask and scores"
+        f" ({found.name}); got one more; raise torch._dynamo.config.recompile_limit, or keep numbers that"
+        " change in tensors."
+    )
+
+
+def _measured(found: Compiled) -> Callable[..., Any]:
+    """Return inductor as a backend that tells the listeners how long it took."""
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        for listener in _LISTENERS:
+            listener(found, None)
+        start = time.perf_counter()
+        result = torch._dynamo.lookup_backend("inductor")(graph, inputs)
+        found.seconds.append(time.perf_counter() - start)
+        for listener in _LISTENERS:
+            listener(found, found.seconds[-1])
+        return result
+
+    return backend

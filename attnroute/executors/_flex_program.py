@@ -1,0 +1,158 @@
+"""The mask and the scores of a call in FlexAttention's language: lists of blocks, and two expressions."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from attnroute.masks.blocks import BLOCK, Guess, guess
+from attnroute.masks.mods import Names, entry, expression, scalar
+from attnroute.masks.nodes import Extent
+from attnroute.masks.tensors import as_4d, remember
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from attnroute.executors._inputs import Inputs
+    from attnroute.masks.lowered import LoweredMask
+
+BANDS_KEPT: Final = 64
+"""BlockMasks of causal and window masks that are kept; each holds a few bytes per 128 x 128 pairs."""
+
+
+class Part(NamedTuple):
+    """One expression with what it speaks of.
+
+    Attributes:
+        text: The expression; None where nothing is to be done.
+        tensors: The tensors that it names.
+        functions: The functions that it names.
+    """
+
+    text: str | None = None
+    tensors: tuple[Tensor, ...] = ()
+    functions: tuple[Callable[..., Any], ...] = ()
+
+    @property
+    def structure(self) -> Hashable:
+        """What tells parts of different code apart."""
+        shapes = tuple(t.dim() for t in self.tensors)
+        return self.text, shapes, tuple(_code_of(f) for f in self.functions)
+
+
+class Blocked(NamedTuple):
+    """A mask: its expression, and which blocks hold something.
+
+    Attributes:
+        part: The expression.
+        blocks: The eight tensors of a BlockMask, the last six None where it has none.
+        size: Queries and keys of a block.
+    """
+
+    part: Part = Part()
+    blocks: tuple[Tensor | None, ...] = ()
+    size: tuple[int, int] = BLOCK
+
+
+_EVERYBODY: Final = Blocked()
+
+
+def blocked(inputs: Inputs) -> Blocked:
+    """Return the mask of a call, its blocks listed once per mask object and lengths."""
+    mask = inputs.mask
+    if mask.is_full:
+        return _EVERYBODY
+    if len(mask.sparse) == 1 and mask == type(mask)(sparse=mask.sparse):
+        given = mask.sparse[0]
+        asked = Part("mf0(b, h, i, j)", (), (given.mask_mod,))
+        return Blocked(asked, _tensors(given), tuple(given.BLOCK_SIZE))
+    query, key = inputs.query, inputs.key
+    extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+    if mask.is_band_only:
+        return _of_band(mask, extent)
+    owner, band = inputs.mask_owner, (mask.band_lo, mask.band_hi)
+    # The expression names the mask's own tensors, which what is kept with them may not hold.
+    blocks = (
+        _listed_blocks(mask, extent)
+        if owner is None
+        else remember(owner, ("blocks", extent, band), lambda: _listed_blocks(mask, extent))
+    )
+    return Blocked(_expressed(mask, extent), blocks)
+
+
+@lru_cache(maxsize=BANDS_KEPT)
+def _of_band(mask: LoweredMask, extent: Extent) -> Blocked:
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return Blocked(_expressed(mask, extent), _listed_blocks(mask, extent))
+
+
+def _expressed(mask: LoweredMask, extent: Extent) -> Part:
+    names = Names("m")
+    text = expression(mask, names, extent.device)
+    return Part(text, tuple(names.tensors), tuple(names.functions))
+
+
+def _listed_blocks(mask: LoweredMask, extent: Extent) -> tuple[Tensor | None, ...]:
+    return _tensors(_block_mask(guess(mask, extent), extent))
+
+
+def _block_mask(blocks: Guess, extent: Extent) -> BlockMask:
+    grid = tuple(-(-n // size) for n, size in zip((extent.seqlen_q, extent.seqlen_kv), BLOCK, strict=True))
+    leading = torch.broadcast_shapes(blocks.some.shape, blocks.every.shape)[:2]
+    some, every = (t.expand(*leading, *grid) for t in blocks)
+    return BlockMask.from_kv_blocks(*_listed(some & ~every), *_listed(every), BLOCK_SIZE=BLOCK)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of each row are set, and their columns, set ones first."""
+    columns = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), columns.to(torch.int32).contiguous()
+
+
+def _tensors(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
+    return (
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+        block_mask.q_num_blocks,
+        block_mask.q_indices,
+        block_mask.full_q_num_blocks,
+        block_mask.full_q_indices,
+    )
+
+
+def scored(inputs: Inputs) -> Part:
+    """Return what changes the scores after the scale: softcap, then bias, ALiBi or a function."""
+    names, text = Names("s"), "s"
+    if inputs.softcap:
+        text = f"{inputs.softcap} * torch.tanh({text} / {inputs.softcap})"
+    if inputs.score_mod is not None:
+        text = f"{names.function(inputs.score_mod)}({text}, b, h, i, j)"
+    elif inputs.alibi_slopes is not None:
+        text = f"{text} - {_alibi(inputs, inputs.alibi_slopes, names)}"
+    elif inputs.bias is not None:
+        text = f"{text} + {_bias(inputs.bias, names)}"
+    return Part() if text == "s" else Part(text, tuple(names.tensors), tuple(names.functions))
+
+
+def _alibi(inputs: Inputs, slopes: Tensor, names: Names) -> str:
+    diagonal = inputs.key.shape[2] - inputs.query.shape[2]
+    slope = f"{names.tensor(slopes.float())}[{'b, h' if slopes.dim() > 1 else 'h'}]"
+    shift = "" if diagonal == 0 else f" + {names.tensor(scalar(diagonal, slopes.device))}"
+    return f"{slope} * (i{shift} - j).abs()"
+
+
+def _bias(bias: Tensor, names: Names) -> str:
+    """A bias that trains is widened first: its gradient is summed over what it broadcasts to."""
+    wide = bias.requires_grad and torch.is_grad_enabled()
+    return entry(as_4d(bias.float() if wide else bias), names)
+
+
+def _code_of(function: Any) -> Hashable:
+    code = getattr(function, "__code__", None)
+    return id(function) if code is None else code

@@ -1,0 +1,205 @@
+"""Sinks on the CUDA kernels: what their forward and backward operators are given, held against float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda_operators import CudaOperators, weights_kept
+from reference import attend
+from repair_inputs import inputs_of, lowered
+
+from attnroute import masks
+from attnroute.executors._inputs import Plan
+from attnroute.executors._repairs import run_repaired
+from attnroute.executors.registry import executor
+
+FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+LOWER = ("_flash_attention_forward", "_flash_attention_backward")
+CUDNN = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
+EFFICIENT = ("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward")
+CORNER = ("_efficient_attention_forward", "_efficient_attention_backward")
+DENSE = ("materialize_mask", "cast_mask")
+
+EMPTY_ROWS = masks.Dense(torch.ones(9, 9, dtype=torch.bool).tril(-2))
+PADDING = masks.KeyPadding(lengths=[9, 0])
+LEFT = masks.KeyPadding(left=[2, 8])
+DOCUMENTS = masks.Documents(lengths=[4, 0, 1, 4])
+CASES = {
+    "flash": ("flash", FLASH, None, (), {}),
+    "flash causal": ("flash", FLASH, masks.Causal("bottom_right"), (), {"seqlen_q": 5}),
+    "flash causal, leading rows without a key": (
+        "flash",
+        FLASH,
+        masks.Causal("bottom_right"),
+        (),
+        {"seqlen_kv": 5},
+    ),
+    "flash window": ("flash", LOWER, masks.Window(3, 1), (), {}),
+    "flash window, corner": ("flash", LOWER, masks.Window(2, 0, "bottom_right"), (), {"seqlen_q": 5}),
+    "flash window, rows without a key": (
+        "flash",
+        LOWER,
+        masks.Window(1, 0, "bottom_right"),
+        (),
+        {"seqlen_kv": 5},
+    ),
+    "flash window, open at the right": (
+        "flash",
+        LOWER,
+        masks.Window(2, None, "bottom_right"),
+        (),
+        {"seqlen_kv": 5},
+    ),
+    "flash documents": ("flash", LOWER, DOCUMENTS, ("to_varlen",), {}),
+    "flash causal documents": ("flash", LOWER, DOCUMENTS & masks.Causal(), ("to_varlen",), {}),
+    "flash documents, window": ("flash", LOWER, DOCUMENTS & masks.Window(1, 0), ("to_varlen",), {"batch": 1}),
+    "flash padding": ("flash", LOWER, PADDING, ("to_varlen",), {}),
+    "flash causal padding": ("flash", LOWER, LEFT & masks.Causal(), ("to_varlen",), {}),
+    "flash padding, one query": ("flash", LOWER, PADDING, ("to_varlen",), {"seqlen_q": 1}),
+    "flash padding at the left, one query": ("flash", LOWER, LEFT, ("to_varlen",), {"seqlen_q": 1}),
+    "flash, narrow heads": ("flash", FLASH, None, ("pad_head_dim",), {"head_dims": (5, 5)}),
+    "cudnn": ("cudnn", CUDNN, None, (), {}),
+    "cudnn causal": ("cudnn", CUDNN, masks.Causal(), (), {}),
+    "cudnn mask": ("cudnn", CUDNN, EMPTY_ROWS, DENSE, {"head_dims": (8, 16)}),
+    "cudnn, one query": ("cudnn", CUDNN, None, (), {"seqlen_q": 1}),
+    "cudnn, empty rows set right": ("cudnn", CUDNN, EMPTY_ROWS, (*DENSE, "zero_empty_rows"), {}),
+    "efficient": ("efficient", EFFICIENT, None, ("expand_kv",), {}),
+    "efficient causal": ("efficient", EFFICIENT, masks.Causal(), ("expand_kv",), {"seqlen_q": 33}),
+    "efficient corner": ("efficient", CORNER, masks.Causal("bottom_right"), ("expand_kv",), {"seqlen_q": 5}),
+    "efficient mask": ("efficient", EFFICIENT, EMPTY_ROWS, ("expand_kv", *DENSE), {}),
+    "efficient padding": (
+        "efficient",
+        EFFICIENT,
+        PADDING,
+        ("expand_kv", *DENSE, "pad_head_dim"),
+        {"head_dims": (5, 3)},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def prepared(mask, made, sizes, **rest):
+    inputs = inputs_of(**{"seqlen_q": 9, "seqlen_kv": 9, **sizes}, **rest)
+    inputs.sink = torch.randn(4)
+    if mask is not None:
+        inputs.mask = lowered(mask, inputs)
+    for tensor in (inputs.query, inputs.key, inputs.value, inputs.sink):
+        tensor.requires_grad_()
+    return inputs, ("sink_from_lse", *made)
+
+
+def plan(backend, made, **rest):
+    fields = {"training": True, "return_lse": True, "device_type": "cuda", **rest}
+    return Plan(backend=backend, repairs=made, **fields)
+
+
+def wanted(inputs, mask, kept=None):
+    """Return output, log-sum-exp and the tensors that train; `kept` multiplies the weights."""
+    allowed = None
+    if mask is not None:
+        batch, heads, seqlen_q, _ = inputs.query.shape
+        allowed = mask.materialize(seqlen_q, inputs.key.shape[2], batch=batch, num_heads_q=heads)
+    tensors = [inputs.query, inputs.key, inputs.value, inputs.sink]
+    if kept is None:
+        return *attend(*tensors[:3], allowed=allowed, bias=inputs.bias, sink=inputs.sink), tensors
+    seqlen_kv, heads_kv = inputs.key.shape[2], inputs.key.shape[1]
+    one = torch.eye(seqlen_kv).expand(inputs.query.shape[0], heads_kv, seqlen_kv, seqlen_kv)
+    weights, lse = attend(inputs.query, inputs.key, one, allowed=allowed, bias=inputs.bias, sink=inputs.sink)
+    value = inputs.value.double().repeat_interleave(inputs.query.shape[1] // heads_kv, 1)
+    return weights * kept @ value, lse, tensors
+
+
+def hold(found, want, tensors):
+    (out, lse), (want_out, want_lse) = found, want
+    torch.testing.assert_close(out.double(), want_out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    cotangent = torch.randn_like(out)
+    grads = torch.autograd.grad(out, tensors, cotangent, retain_graph=True)
+    for got, expected in zip(grads, torch.autograd.grad(want_out, tensors, cotangent.double()), strict=True):
+        torch.testing.assert_close(got.double(), expected.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_backward_are_those_of_a_softmax_with_a_sink(case):
+    backend, operators, mask, made, sizes = CASES[case]
+    inputs, made = prepared(mask, made, sizes)
+    *want, tensors = wanted(replace(inputs), mask)
+    with CudaOperators() as mode:
+        found = run_repaired(executor(backend), inputs, plan(backend, made))
+        hold(found, want, tensors)
+    assert tuple(mode.seen) == operators
+
+
+@pytest.mark.parametrize("case", ["flash documents", "flash causal documents", "flash documents, window"])
+def test_older_kernels_pad_the_log_sum_exp_of_documents(case):
+    backend, _, mask, made, sizes = CASES[case]
+    inputs, made = prepared(mask, made, sizes)
+    *want, tensors = wanted(replace(inputs), mask)
+    with CudaOperators(padded=True):
+        hold(run_repaired(executor(backend), inputs, plan(backend, made)), want, tensors)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_gradient_only_the_forward_runs(case, monkeypatch):
+    backend, operators, mask, made, sizes = CASES[case]
+    inputs, made = prepared(mask, made, sizes)
+    want, want_lse, _ = wanted(replace(inputs), mask)
+    monkeypatch.delattr("attnroute.executors._sink._WithSink")
+    with CudaOperators() as mode, torch.no_grad():
+        out, lse = run_repaired(executor(backend), inputs, plan(backend, made, training=False))
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    assert mode.seen == [operators[0]]
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["flash causal", "flash window", "flash documents", "cudnn mask", "efficient mask", "efficient corner"],
+)
+def test_dropped_weights_are_the_same_in_the_backward(case):
+    backend, operators, mask, made, sizes = CASES[case]
+    inputs, made = prepared(mask, made, sizes, dropout_p=0.3)
+    places = (*inputs.query.shape[:3], inputs.key.shape[2])
+    if "to_varlen" in made:
+        inputs, made = prepared(mask, made[1:], {**sizes, "batch": 1}, dropout_p=0.3)
+        places = (1, *places[1:])
+    torch.manual_seed(5)
+    kept = weights_kept(places, 0.3, torch.randint(2**31, (2,))[0])
+    assert 0 < (kept == 0).sum() < kept.numel()
+    *want, tensors = wanted(replace(inputs), mask, kept)
+    torch.manual_seed(5)
+    with CudaOperators() as mode:
+        found = run_repaired(executor(backend), inputs, plan(backend, made))
+        hold(found, want, tensors)
+    assert tuple(mode.seen) == operators
+
+
+@pytest.mark.parametrize("shape", [(9, 9), (1, 4, 9, 9), (2, 1, 1, 9)], ids=str)
+def test_a_bias_of_efficient_gets_its_gradient(shape):
+    inputs, made = prepared(masks.Causal(), ("expand_kv", *DENSE), {})
+    inputs.bias = torch.randn(shape, requires_grad=True)
+    *want, tensors = wanted(replace(inputs), masks.Causal())
+    with CudaOperators():
+        found = run_repaired(executor("efficient"), inputs, plan("efficient", made))
+        hold(found, want, [*tensors, inputs.bias])
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "efficient"])
+def test_no_key_and_no_sink_is_nothing(backend):
+    """Where a row has no key and the sink is -inf as well, nothing is left, and every gradient is 0 there."""
+    inputs, made = prepared(EMPTY_ROWS, ("expand_kv", *DENSE), {})
+    inputs.sink = torch.tensor([-math.inf, 0.5, -math.inf, 2.0], requires_grad=True)
+    *want, tensors = wanted(replace(inputs), EMPTY_ROWS)
+    with CudaOperators():
+        out, lse = run_repaired(executor(backend), inputs, plan(backend, made))
+        hold((out, lse), want, tensors[:3])
+        (grad,) = torch.autograd.grad(out.sum(), inputs.sink)
+    assert (lse == -math.inf).any()
+    assert (grad == 0).tolist() == [True, False, True, False]
