@@ -173,10 +173,6 @@ ARGUMENTS = {
         {"mask": masks.Documents(cu_seqlens=torch.tensor([0, 4]))},
         r"mask Documents cu_seqlens requires sums that rise from 0 to seqlen = 6; got \[0, 4\]; add",
     ),
-    "documents twice": (
-        {"mask": masks.Documents(lengths=[6]) & masks.Documents(lengths=[3, 3])},
-        "mask requires at most one Documents node; got 2; combine the ids into one node.",
-    ),
     "padding of another batch": (
         {"mask": masks.KeyPadding(lengths=[1, 2, 3])},
         r"mask KeyPadding lengths requires one entry per batch row \(2\); got 3; pass one count per row.",
@@ -191,7 +187,7 @@ ARGUMENTS = {
     ),
     "a bias that is a number": (
         {"bias": 0.5},
-        "bias requires a floating-point tensor; got float; convert it",
+        "bias requires a floating-point tensor or a bias object; got float; see attnroute.biases.",
     ),
     "a bias that does not broadcast": (
         {"bias": normal(3, 1, 6, 6)},
@@ -283,14 +279,13 @@ ARGUMENTS = {
     "a window of one side": ({"window": (4,)}, r"window requires a tuple .*; got \(4,\); pass"),
     "a window as a list": ({"window": [4, 0]}, r"window requires a tuple .*; got \[4, 0\]; pass"),
     "a window of halves": ({"window": (2.5, 0)}, r"window requires a tuple .*; got \(2.5, 0\); pass"),
-    "layout thd": (
-        {"layout": "thd"},
-        r"layout requires one of bhsd, bshd; got 'thd'; pass documents as masks.Documents",
+    "a nonsense layout": (
+        {"layout": "sbhd"},
+        "layout requires one of bhsd, bshd, thd; got 'sbhd'; pick one.",
     ),
-    "a nonsense layout": ({"layout": "sbhd"}, "layout requires one of bhsd, bshd; got 'sbhd'; pick one."),
     "a layout that is no word": (
         {"layout": ["bhsd"]},
-        r"layout requires one of bhsd, bshd; got \['bhsd'\]; pick one.",
+        r"layout requires one of bhsd, bshd, thd; got \['bhsd'\]; pick one.",
     ),
     "a nonsense alignment": (
         {**CAUSAL, "causal_alignment": "bottom"},
@@ -299,12 +294,12 @@ ARGUMENTS = {
     **{
         name: (
             {name: torch.tensor([0, 6], dtype=torch.int32)},
-            rf"{name} requires layout thd, .*; got Tensor; pass masks.Doc",
+            rf"{name} requires layout=\"thd\"; got layout='bhsd'; pass layout=\"thd\" with packed tensors",
         )
         for name in ("cu_seqlens_q", "cu_seqlens_kv")
     },
     **{
-        name: ({name: 6}, f"{name} requires layout thd, .*; got int; pass masks.Doc")
+        name: ({name: 6}, f'{name} requires layout="thd"; got layout=\'bhsd\'; pass layout="thd" with')
         for name in ("max_seqlen_q", "max_seqlen_kv")
     },
 }

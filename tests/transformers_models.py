@@ -62,9 +62,9 @@ MODELS = {
     ),
     "gpt_oss": ("GptOss", "GptOssConfig", {**BOTH_KINDS, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }
-# torch's CPU kernel knows neither softcap nor sinks; attnroute's own blocks do.
+# torch's CPU kernel knows no softcap; attnroute's own blocks do. A sink is put in from its log-sum-exp.
 OPERATOR = dict.fromkeys(MODELS, "aten::_scaled_dot_product_flash_attention_for_cpu")
-OPERATOR |= {"gemma2": "attnroute::chunked", "gpt_oss": "attnroute::chunked"}
+OPERATOR["gemma2"] = "attnroute::chunked"
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_attention_math",

@@ -10,20 +10,21 @@ from torch import Tensor
 from attnroute.api import routes
 from attnroute.api.arguments import collect, route_key
 from attnroute.api.options import Options
-from attnroute.api.validate import refuse_layout_arguments
+from attnroute.api.question import Arguments
 from attnroute.policy import merge
 from attnroute.settings import current, policy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from attnroute.biases import Bias
     from attnroute.engine.decision import Decision
     from attnroute.masks.nodes import Mask
     from attnroute.policy import Policy
 
 __all__ = ["attention", "explain"]
-
-_THD = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
 
 
 @overload
@@ -31,7 +32,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | Mask | None = ...,
+    mask: Tensor | Mask | BlockMask | None = ...,
     *,
     return_lse: Literal[True],
     **rest: Unpack[Options],
@@ -41,7 +42,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | Mask | None = ...,
+    mask: Tensor | Mask | BlockMask | None = ...,
     *,
     return_lse: Literal[False] = ...,
     **rest: Unpack[Options],
@@ -50,9 +51,9 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | Mask | None = None,
+    mask: Tensor | Mask | BlockMask | None = None,
     *,
-    bias: Tensor | None = None,
+    bias: Tensor | Bias | None = None,
     is_causal: bool = False,
     causal_alignment: str | None = None,
     window: tuple[int | None, int | None] | None = None,
@@ -73,36 +74,48 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention by the fastest kernel that is known to be right for this call, here, with these versions.
 
-    Computes ``softmax(softcap(scale * query @ key.T) + bias, over allowed keys) @ value``. A query that may
-    attend no key gives zeros, on every backend. Under autocast, float inputs are cast as for
-    scaled_dot_product_attention.
+    Computes ``softmax(softcap(scale * query @ key.T) + bias, over allowed keys) @ value``. The order is
+    fixed: scale, softcap, bias (or ALiBi, or score function), mask, sink. A query that may attend no key
+    gives zeros, on every backend. Under autocast, float inputs are cast as for scaled_dot_product_attention.
 
     Args:
-        query: (batch, num_heads_q, seqlen_q, head_dim_qk) in layout bhsd; any float dtype; CPU or CUDA.
-        key: (batch, num_heads_kv, seqlen_kv, head_dim_qk); num_heads_kv divides num_heads_q (GQA, MQA).
-        value: (batch, num_heads_kv, seqlen_kv, head_dim_v).
-        mask: Who may attend: a mask object (`attnroute.masks`) or a bool tensor, True = attend, that
-            broadcasts to
-            (batch, num_heads_q, seqlen_q, seqlen_kv) from 1, 2 or 4 dimensions. A float tensor is taken as
-            `bias`.
-        bias: Float tensor of any float dtype added to the scaled scores, broadcasting as `mask` does. Gets a
-            gradient when it requires one.
-        is_causal: Causal as well; holds together with `mask`.
+        query: (batch, num_heads_q, seqlen_q, head_dim_qk) in layout bhsd, (total_q, num_heads_q,
+            head_dim_qk) in layout thd; any float dtype; CPU or CUDA.
+        key: (batch, num_heads_kv, seqlen_kv, head_dim_qk), in layout thd (total_kv, num_heads_kv,
+            head_dim_qk); num_heads_kv divides num_heads_q (GQA, MQA).
+        value: (batch, num_heads_kv, seqlen_kv, head_dim_v), in layout thd (total_kv, num_heads_kv,
+            head_dim_v).
+        mask: Who may attend: a mask object (`attnroute.masks`), a BlockMask of torch's FlexAttention or a
+            bool tensor, True = attend, that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv) from 1,
+            2 or 4 dimensions. A float tensor is taken as `bias`; torch's CausalBias is causal with its
+            alignment. Not beside layout thd.
+        bias: Float tensor of any float dtype added to the scaled scores, broadcasting as `mask` does, or a
+            bias object (`attnroute.biases`): Dense, ALiBi or Function (a score_mod), and Softcap. Tensors
+            get a gradient when they require one.
+        is_causal: Causal as well; holds together with `mask`. In layout thd it holds within each sequence.
         causal_alignment: "top_left" (as scaled_dot_product_attention) or "bottom_right" (as flash-attn).
-            Must be stated for `is_causal` and `window` when seqlen_q != seqlen_kv.
+            Must be stated for `is_causal` and `window` when seqlen_q != seqlen_kv, and in layout thd when
+            `cu_seqlens_kv` is another tensor than `cu_seqlens_q`.
         window: (left, right) counts of keys beside the diagonal, both inclusive, None = open. A
-            configuration that says ``sliding_window = W`` means ``(W - 1, 0)``.
+            configuration that says ``sliding_window = W`` means ``(W - 1, 0)``. In layout thd it holds
+            within each sequence.
         scale: Factor on query @ key.T; None = head_dim_qk ** -0.5.
         softcap: Scores become ``softcap * tanh(score / softcap)``; 0.0 = off.
         sink: (num_heads_q,) extra logit per head that takes weight and gives no value.
         alibi_slopes: (num_heads_q,) or (batch, num_heads_q): adds ``-slope * |i + seqlen_kv - seqlen_q -
-            j|``.
+            j|``. In layout thd only where queries and keys have the same lengths.
         dropout_p: Probability in [0, 1) of dropping a weight; applied whenever it is not 0.0.
-        layout: "bhsd" or "bshd" (batch, seqlen, num_heads, head_dim); the result has the same.
-        cu_seqlens_q: Refused: pass `masks.Documents`.
-        cu_seqlens_kv: Refused: pass `masks.Documents`.
-        max_seqlen_q: Refused: pass `masks.Documents`.
-        max_seqlen_kv: Refused: pass `masks.Documents`.
+        layout: "bhsd", "bshd" (batch, seqlen, num_heads, head_dim) or "thd" (sequences of different
+            lengths, one behind the other, in one dimension of all tokens); the result has the same.
+        cu_seqlens_q: Of layout thd alone, and required there: (sequences + 1,) int32 or int64, on the
+            query's device or the CPU. Prefix sums of the lengths, from 0 to total_q; equal neighbours are a
+            sequence of length 0. On the CPU wrong sums are refused; a device is not waited for.
+        cu_seqlens_kv: The same of the keys; None = `cu_seqlens_q`.
+        max_seqlen_q: Upper bound of the query lengths of layout thd, as a Python int. None = total_q where
+            `cu_seqlens_q` lies on the device: kernels then launch (and some allocate) as for one sequence of
+            that length, so state it where sequences are many. Sums on the CPU say it themselves. A bound
+            that is too small is refused where the sums lie on the CPU, and gives wrong results elsewhere.
+        max_seqlen_kv: The same of the keys.
         deterministic: Only deterministic algorithms; None = as torch.use_deterministic_algorithms says. Where
             gradients are asked for True needs that switch on: the backward of torch's kernels reads only it.
         return_lse: Also return the log-sum-exp.
@@ -110,9 +123,9 @@ def attention(
         prefer: One or more backends to try first.
 
     Returns:
-        (batch, num_heads_q, seqlen_q, head_dim_v) in the dtype of the query and the given layout. With
-        `return_lse`
-        also the natural log-sum-exp, float32, (batch, num_heads_q, seqlen_q), -inf for a query with no key;
+        (batch, num_heads_q, seqlen_q, head_dim_v) in the dtype of the query and the given layout; (total_q,
+        num_heads_q, head_dim_v) in layout thd. With `return_lse` also the natural log-sum-exp, float32,
+        (batch, num_heads_q, seqlen_q), in layout thd (num_heads_q, total_q), -inf for a query with no key;
         it carries no gradient except on backend "chunked".
 
     Raises:
@@ -120,12 +133,6 @@ def attention(
         NoBackendError: Nothing may run the call as asked; the message holds every reason.
         OverrideError: `backend`, `prefer` or an environment variable names something unknown.
     """
-    refuse_layout_arguments(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-    )
     # The decision cannot be traced yet: under torch.compile the call stands outside of the graph.
     attend = _attend_untraced if torch.compiler.is_compiling() else _attend
     return attend(
@@ -143,6 +150,10 @@ def attention(
         alibi_slopes,
         dropout_p,
         layout,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        max_seqlen_q,
+        max_seqlen_kv,
         deterministic,
         return_lse,
         backend,
@@ -152,7 +163,7 @@ def attention(
 
 def _attend(*given: Any) -> Tensor | tuple[Tensor, Tensor]:
     *arguments, backend, prefer = given
-    args = collect(*arguments)
+    args = collect(Arguments(*arguments))
     policy = current() if backend is None and prefer is None else _call_policy(backend, prefer)
     try:
         where = route_key(args, policy)
@@ -176,7 +187,7 @@ def explain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | Mask | None = None,
+    mask: Tensor | Mask | BlockMask | None = None,
     *,
     backend: str | None = None,
     prefer: str | Iterable[str] | None = None,
@@ -201,18 +212,18 @@ def explain(
         ArgumentError: An argument means nothing.
         OverrideError: `backend`, `prefer` or an environment variable names something unknown.
     """
-    unknown = sorted(set(arguments) - set(_DEFAULTS) - set(_THD) - {"bias", "deterministic"})
+    unknown = sorted(set(arguments) - set(_DEFAULTS))
     if unknown:
         msg = f"explain() got an unexpected keyword argument {unknown[0]!r}"
         raise TypeError(msg)
-    refuse_layout_arguments(**{name: arguments.pop(name, None) for name in _THD})
-    filled = {"bias": None, "deterministic": None, **_DEFAULTS, **arguments}
-    args = collect(query, key, value, mask, **filled)
+    # `attention()` takes more forms than `Arguments` has when `collect` is through.
+    args = collect(Arguments(query, key, value, mask, **{**_DEFAULTS, **arguments}))  # type: ignore[arg-type]
     policy = current() if backend is None and prefer is None else _call_policy(backend, prefer)
     return routes.decision_of(args, policy, advise=True)
 
 
 _DEFAULTS: dict[str, Any] = {
+    "bias": None,
     "is_causal": False,
     "causal_alignment": None,
     "window": None,
@@ -222,6 +233,11 @@ _DEFAULTS: dict[str, Any] = {
     "alibi_slopes": None,
     "dropout_p": 0.0,
     "layout": "bhsd",
+    "cu_seqlens_q": None,
+    "cu_seqlens_kv": None,
+    "max_seqlen_q": None,
+    "max_seqlen_kv": None,
+    "deterministic": None,
     "return_lse": False,
 }
 

@@ -5,81 +5,66 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnroute.api.question import Arguments
-from attnroute.api.transforms import active_transform
+from attnroute.api.forms import TORCH_MASKS, take_bias, take_mask
+from attnroute.api.packed import pack, refuse_lengths
+from attnroute.api.question import Arguments, places
+from attnroute.api.transforms import active_transform, has_dispatch_mode
 from attnroute.errors import ArgumentError, argument_error
-from attnroute.masks.nodes import Dense, Extent, Mask
-from attnroute.masks.tensors import LOOK_THRESHOLD, look_into, tensor_key
+from attnroute.masks import Dense, Mask
+from attnroute.masks.look import LOOK_THRESHOLD, look_into
+from attnroute.masks.nodes import Extent
+from attnroute.masks.tensors import tensor_key
 from attnroute.policy import Policy
 
 DEVICES = ("cpu", "cuda")
 _ALIGNMENT_BITS = 15
 
 
-def collect(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | Mask | None,
-    bias: Tensor | None,
-    is_causal: bool,
-    causal_alignment: str | None,
-    window: tuple[int | None, int | None] | None,
-    scale: float | None,
-    softcap: float,
-    sink: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout_p: float,
-    layout: str,
-    deterministic: bool | None,
-    return_lse: bool,
-) -> Arguments:
-    """Fill in what surrounds the call: autocast, gradients, determinism, transforms.
+def collect(args: Arguments) -> Arguments:
+    """Turn other forms of arguments into tensors and mask objects, and fill in what surrounds the call.
 
     Raises:
-        ArgumentError: query, key or value is no tensor, or lies on a device that no backend knows.
+        ArgumentError: query, key or value is no tensor, or lies on a device that no backend knows; what is
+            given in another form means nothing; determinism that no kernel would heed is asked for.
     """
+    query, key, value = args.query, args.key, args.value
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         raise _not_a_tensor(query, key, value)
     if query.device.type not in DEVICES:
         to_do = "move query, key and value to one of them"
         raise argument_error("query", f"a device among {', '.join(DEVICES)}", query.device, to_do)
+    if type(args.mask).__name__ in TORCH_MASKS:
+        take_mask(args)
+    if args.bias is not None and type(args.bias) is not Tensor:
+        take_bias(args)
+    if args.layout == "thd":
+        pack(args)
+    else:
+        refuse_lengths(args)
     if torch.is_autocast_enabled(query.device.type):
-        query, key, value, mask, bias = _autocast(query, key, value, mask, bias)
+        _autocast(args, torch.get_autocast_dtype(query.device.type))
+    args.training = torch.is_grad_enabled() and _requires_grad(args)
     strictly = (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
-    training = torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or any(isinstance(t, Tensor) and t.requires_grad for t in (mask, bias, sink, alibi_slopes))
-    )
-    if deterministic is None:
-        deterministic = strictly
-    elif deterministic and training and not strictly:
+    if args.deterministic is None:
+        args.deterministic = strictly
+    elif args.deterministic and args.training and not strictly:
         raise _not_deterministic()
-    return Arguments(
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        is_causal,
-        causal_alignment,
-        window,
-        scale,
-        softcap,
-        sink,
-        alibi_slopes,
-        dropout_p,
-        layout,
-        deterministic,
-        return_lse,
-        training,
-        active_transform(query, key, value, mask, bias, sink, alibi_slopes),
-    )
+    tensors = (args.query, args.key, args.value, args.mask, args.bias, args.sink, args.alibi_slopes)
+    args.transform = active_transform(*tensors, *args.captured)
+    args.dispatch_mode = has_dispatch_mode()
+    return args
+
+
+def _requires_grad(args: Arguments) -> bool:
+    if args.query.requires_grad or args.key.requires_grad or args.value.requires_grad:
+        return True
+    for tensor in (args.mask, args.bias, args.sink, args.alibi_slopes, *args.captured):
+        if tensor is not None and isinstance(tensor, Tensor) and tensor.requires_grad:
+            return True
+    return False
 
 
 def route_key(args: Arguments, policy: Policy) -> tuple[object, ...]:
@@ -105,6 +90,7 @@ def route_key(args: Arguments, policy: Policy) -> tuple[object, ...]:
         value.device,
         args.training,
         args.transform,
+        args.dispatch_mode,
         None if args.mask is None else _mask_key(args, policy),
         None if args.bias is None else _bias_key(args.bias),
         args.is_causal,
@@ -115,6 +101,7 @@ def route_key(args: Arguments, policy: Policy) -> tuple[object, ...]:
         args.dropout_p,
         None if args.sink is None else _bias_key(args.sink),
         None if args.alibi_slopes is None else _bias_key(args.alibi_slopes),
+        None if args.score_mod is None else any(t.requires_grad for t in args.captured),
         args.layout,
         args.deterministic,
         args.return_lse,
@@ -152,13 +139,13 @@ def _seen(mask: Tensor, args: Arguments, policy: Policy) -> object:
     """What a look found, once per tensor: routes of masks that say different things are different."""
     if not policy.recognize or mask.dtype != torch.bool or args.transform is not None:
         return None
-    length_at = 2 if args.layout == "bhsd" else 1
+    _, length_at = places(args.layout)
     if args.query.dim() <= length_at or args.key.dim() <= length_at:
         return None
     seqlen_q, seqlen_kv = args.query.shape[length_at], args.key.shape[length_at]
     if seqlen_q * seqlen_kv < LOOK_THRESHOLD:
         return None
-    return look_into(mask, Extent(0, 0, seqlen_q, seqlen_kv, mask.device))
+    return look_into(mask, Extent(args.query.shape[0], 0, seqlen_q, seqlen_kv))
 
 
 def _not_deterministic() -> ArgumentError:
@@ -175,21 +162,16 @@ def _not_a_tensor(query: object, key: object, value: object) -> ArgumentError:
     return argument_error(name, "a torch.Tensor", type(wrong).__name__, "convert it")
 
 
-def _autocast(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Mask | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | Mask | None, Tensor | None]:
+def _autocast(args: Arguments, dtype: torch.dtype) -> None:
     """Cast as autocast does for scaled_dot_product_attention: every float tensor but float64."""
-    dtype = torch.get_autocast_dtype(query.device.type)
 
     def cast(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.dtype == torch.float64:
             return tensor
         return tensor.to(dtype)
 
-    return (
-        cast(query),
-        cast(key),
-        cast(value),
-        cast(mask) if isinstance(mask, Tensor) else mask,
-        cast(bias) if isinstance(bias, Tensor) else bias,
-    )
+    args.query, args.key, args.value = cast(args.query), cast(args.key), cast(args.value)
+    if isinstance(args.mask, Tensor):
+        args.mask = cast(args.mask)
+    if isinstance(args.bias, Tensor):
+        args.bias = cast(args.bias)

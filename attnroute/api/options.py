@@ -7,11 +7,13 @@ from typing import TypedDict
 
 from torch import Tensor  # noqa: TC002 - typing.get_type_hints must find it
 
+from attnroute.biases import Bias
+
 
 class Options(TypedDict, total=False):
     """Every keyword argument but `return_lse`; `attention()` documents them."""
 
-    bias: Tensor | None
+    bias: Tensor | Bias | None
     is_causal: bool
     causal_alignment: str | None
     window: tuple[int | None, int | None] | None

@@ -8,18 +8,32 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from attnroute.call import AlibiBias, Bias, Call, Context, DenseBias, MaskNode, Strides
+from attnroute.call import AlibiBias, Bias, Call, Context, DenseBias, FunctionBias, MaskNode, Strides
 from attnroute.executors._repairs import is_packed
-from attnroute.masks.nodes import All, Causal, Dense, Extent, Mask, Window
-from attnroute.masks.tensors import as_4d, dense_node, is_aligned
+from attnroute.masks import All, Causal, Dense, Mask, Window
+from attnroute.masks.look import dense_node
+from attnroute.masks.nodes import Extent
+from attnroute.masks.tensors import as_4d, is_aligned
 
 if TYPE_CHECKING:
+    from attnroute.executors._inputs import ScoreMod
     from attnroute.vocabulary import Alignment, Dtype, Layout, ScaleSign, Transform
 
 
 @dataclass(slots=True)
 class Arguments:
-    """The arguments of one `attention()` call, as given."""
+    """The arguments of one `attention()` call, in its order, and what surrounds it.
+
+    As given at first; `collect` turns bias objects, torch's mask objects and packed sequences into what they
+    mean, and fills in what follows `return_lse`.
+
+    Attributes:
+        score_mod: The function of a bias object.
+        captured: The tensors that the function reads.
+        training: Gradients will be asked for.
+        transform: The functorch transform around the call.
+        dispatch_mode: A TorchDispatchMode is active.
+    """
 
     query: Tensor
     key: Tensor
@@ -35,15 +49,27 @@ class Arguments:
     alibi_slopes: Tensor | None
     dropout_p: float
     layout: str
-    deterministic: bool
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+    deterministic: bool | None
     return_lse: bool
-    training: bool
-    transform: str | None
+    score_mod: ScoreMod | None = None
+    captured: tuple[Tensor, ...] = ()
+    training: bool = False
+    transform: str | None = None
+    dispatch_mode: bool = False
+
+
+def places(layout: str) -> tuple[int, int]:
+    """Return the dimensions of heads and length; packed tensors have become bhsd by now."""
+    return (2, 1) if layout == "bshd" else (1, 2)
 
 
 def extent_of(args: Arguments) -> Extent:
     """Return batch, query heads and lengths."""
-    heads_at, length_at = (1, 2) if args.layout == "bhsd" else (2, 1)
+    heads_at, length_at = places(args.layout)
     shape, kv_shape = args.query.shape, args.key.shape
     return Extent(shape[0], shape[heads_at], shape[length_at], kv_shape[length_at], args.query.device)
 
@@ -85,7 +111,7 @@ def call_of(args: Arguments, extent: Extent, mask: Mask | None, *, look: bool) -
         mask: `mask_of(args)`.
         look: Dense bool masks may be looked into.
     """
-    heads_at = 1 if args.layout == "bhsd" else 2
+    heads_at, _ = places(args.layout)
     bias = _bias(args, bias_of(args))
     return Call(
         dtype=dtype_word(args.query.dtype),
@@ -104,11 +130,11 @@ def call_of(args: Arguments, extent: Extent, mask: Mask | None, *, look: bool) -
         softcap=float(args.softcap),
         sink=args.sink is not None,
         dropout_p=float(args.dropout_p),
-        deterministic=args.deterministic,
+        deterministic=bool(args.deterministic),
         return_lse=args.return_lse,
         qkv_requires_grad=_trains_inputs(args, bias),
         strides=_strides(args, heads_at),
-        context=Context(transform=cast("Transform | None", args.transform)),
+        context=Context(transform=cast("Transform | None", args.transform), dispatch_mode=args.dispatch_mode),
     )
 
 
@@ -137,15 +163,18 @@ def _nodes(mask: Mask | None, extent: Extent, *, look: bool) -> tuple[MaskNode, 
 
 
 def _bias(args: Arguments, bias: Tensor | None) -> Bias | None:
+    follows = torch.is_grad_enabled()
+    if args.score_mod is not None:
+        return FunctionBias(requires_grad=follows and any(t.requires_grad for t in args.captured))
     if args.alibi_slopes is not None:
-        return AlibiBias()
+        return AlibiBias(requires_grad=follows and args.alibi_slopes.requires_grad)
     if bias is None:
         return None
     full = as_4d(bias)
     return DenseBias(
         dtype=dtype_word(bias.dtype),
         shape=tuple(bias.shape),
-        requires_grad=bias.requires_grad and torch.is_grad_enabled(),
+        requires_grad=follows and bias.requires_grad,
         last_dim_contiguous=full.stride(-1) == 1,
         aligned=args.transform is not None or is_aligned(full),
     )
@@ -153,7 +182,7 @@ def _bias(args: Arguments, bias: Tensor | None) -> Bias | None:
 
 def _trains_inputs(args: Arguments, bias: Bias | None) -> bool | None:
     """Whether query, key or value train; only a bias that trains makes it matter."""
-    if not (args.training and isinstance(bias, DenseBias) and bias.requires_grad):
+    if not (args.training and bias is not None and bias.requires_grad):
         return None
     return any(t.requires_grad for t in (args.query, args.key, args.value))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from attnroute.api.question import Arguments, bias_of, call_of, extent_of, mask_of
 from attnroute.api.validate import check_extras, check_tensors
-from attnroute.call import Call, DenseNode
+from attnroute.call import AnyNode, Call, FunctionNode, NotNode
 from attnroute.engine.classes import class_of
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision
@@ -19,8 +19,12 @@ from attnroute.executors._inputs import Inputs, Plan
 from attnroute.executors._repairs import Run, run_repaired
 from attnroute.executors.registry import executor
 from attnroute.host import Host
+from attnroute.masks import Causal, Dense, Mask, Window
+from attnroute.masks.look import look_into
 from attnroute.masks.lowered import FULL, LoweredMask
-from attnroute.masks.nodes import Causal, Dense, Extent, Mask, Window
+from attnroute.masks.nodes import Extent
+from attnroute.masks.ragged import Ragged
+from attnroute.masks.tensors import remember
 from attnroute.probes.torch_host import host_of
 from attnroute.report.log import announce
 from attnroute.report.text import render_failure, render_quadratic
@@ -34,6 +38,11 @@ if TYPE_CHECKING:
 ROUTE_LIMIT = 16384
 """Remembered routes; above this the memory starts anew, so that new lengths cannot grow it without end."""
 
+_PROGRAMMED = (AnyNode, FunctionNode, NotNode)
+
+COMPILES = "flex"
+"""The backend that compiles at the first call of a structure."""
+
 Output = tuple[Tensor, Tensor | None]
 
 
@@ -46,14 +55,16 @@ class Route:
         plan: How it runs.
         run: The backend's executor.
         mask: The lowered mask where no tensor takes part in it, else None: it is then lowered per call.
-        seen: What recognised dense tensors are replaced by, by place in the conjunction.
+        seen: Dense tensors are replaced by what a look into them showed, where it showed something.
+        keeps: The lowered mask may be kept with its owner, as it holds neither that nor a function.
     """
 
     decision: Decision
     plan: Plan
     run: Run
     mask: LoweredMask | None
-    seen: tuple[tuple[Causal, ...] | None, ...]
+    seen: bool
+    keeps: bool
 
 
 _ROUTES: dict[object, Route] = {}
@@ -116,7 +127,24 @@ def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Dec
         ArgumentError: The arguments mean nothing.
     """
     call, host, tables = _question(args, policy)
-    return decide(call, host, tables, policy, advise=advise)
+    decision = decide(call, host, tables, policy, advise=advise)
+    return _with_compile_time(decision, call, args) if advise else decision
+
+
+def _with_compile_time(decision: Decision, call: Call, args: Arguments) -> Decision:
+    """Say how long the structure of the call took to compile, where it was compiled already."""
+    if decision.selected != COMPILES:
+        return decision
+    # Imported for calls that need it: FlexAttention takes torch a tenth of a second to import.
+    from attnroute.api import compiling
+
+    route = _route(args, call, decision)
+    seconds = compiling.seconds(_inputs(route, args), route.plan)
+    verdicts = tuple(
+        v.model_copy(update={"compiled_seconds": seconds}) if v.backend == decision.selected else v
+        for v in decision.verdicts
+    )
+    return decision.model_copy(update={"verdicts": verdicts})
 
 
 def _question(args: Arguments, policy: Policy) -> tuple[Call, Host, Tables]:
@@ -132,6 +160,15 @@ def _question(args: Arguments, policy: Policy) -> tuple[Call, Host, Tables]:
 
 def execute(route: Route, args: Arguments) -> Output:
     """Run one call along its route. Shapes of the result are those of the caller's layout."""
+    out, lse = run_repaired(route.run, _inputs(route, args), route.plan)
+    if args.layout == "bhsd":
+        return out, lse
+    if args.layout == "bshd":
+        return out.transpose(1, 2), lse
+    return out[0].transpose(0, 1), None if lse is None else lse[0]
+
+
+def _inputs(route: Route, args: Arguments) -> Inputs:
     query, key, value = args.query, args.key, args.value
     if args.layout == "bshd":
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -151,8 +188,8 @@ def execute(route: Route, args: Arguments) -> Output:
     )
     if route.mask is None:
         _lower(inputs, route, args)
-    out, lse = run_repaired(route.run, inputs, route.plan)
-    return (out.transpose(1, 2) if args.layout == "bshd" else out), lse
+    inputs.score_mod = args.score_mod
+    return inputs
 
 
 def _route(args: Arguments, call: Call, decision: Decision) -> Route:
@@ -163,32 +200,29 @@ def _route(args: Arguments, call: Call, decision: Decision) -> Route:
         training=args.training,
         return_lse=args.return_lse,
         device_type=args.query.device.type,
+        options=verdict.options,
     )
-    mask = mask_of(args)
-    seen = _seen(call, verdict.repairs)
-    parts = _parts(mask, seen)
+    if verdict.backend == COMPILES:
+        from attnroute.api import compiling
+
+        compiling.show_progress()
+    seen = "recognize_mask" in verdict.repairs
+    parts = _parts(mask_of(args), seen, extent_of(args))
     constant = None
     if all(isinstance(p, Causal | Window) for p in parts):
         constant = _lowered(parts, extent_of(args))
-    return Route(decision, plan, executor(verdict.backend), constant, seen)
+    keeps = not isinstance(args.mask, Tensor) and not any(isinstance(n, _PROGRAMMED) for n in call.mask)
+    return Route(decision, plan, executor(verdict.backend), constant, seen, keeps)
 
 
-def _seen(call: Call, repairs: tuple[str, ...]) -> tuple[tuple[Causal, ...] | None, ...]:
-    if "recognize_mask" not in repairs:
-        return (None,) * len(call.mask)
-    found: list[tuple[Causal, ...] | None] = []
-    for node in call.mask:
-        said = node.recognized if isinstance(node, DenseNode) else None
-        found.append(None if said is None else tuple(Causal(n.alignment) for n in said))
-    return tuple(found)
-
-
-def _parts(mask: Mask | None, seen: tuple[tuple[Causal, ...] | None, ...]) -> tuple[Mask, ...]:
-    if mask is None:
-        return ()
+def _parts(mask: Mask | None, seen: bool, extent: Extent) -> tuple[Mask, ...]:
+    """The route is shared by tensors that look the same to a decision, so each is asked what it says."""
+    if mask is None or not seen:
+        return () if mask is None else mask.nodes
     parts: list[Mask] = []
-    for part, said in zip(mask.nodes, seen, strict=True):
-        parts.extend((part,) if said is None else said)
+    for part in mask.nodes:
+        found = look_into(part.tensor, extent) if isinstance(part, Dense) else None
+        parts.extend((part,) if found is None or found.masks is None else found.masks)
     return tuple(parts)
 
 
@@ -201,6 +235,8 @@ def _lowered(parts: tuple[Mask, ...], extent: Extent) -> LoweredMask:
 
 def _simplified(lowered: LoweredMask, extent: Extent) -> LoweredMask:
     """Open the sides of the band that rule nothing out, as `masks.normalize` does for the decision."""
+    if lowered.diagonal is not None:
+        return lowered
     low, high = lowered.band_lo, lowered.band_hi
     if 0 in (extent.seqlen_q, extent.seqlen_kv):
         low = high = None
@@ -212,10 +248,27 @@ def _simplified(lowered: LoweredMask, extent: Extent) -> LoweredMask:
 
 
 def _lower(inputs: Inputs, route: Route, args: Arguments) -> None:
-    mask = mask_of(args)
-    inputs.mask = _lowered(_parts(mask, route.seen), extent_of(args))
-    whole = mask is not None and (mask is args.mask or len(mask.nodes) == 1)
-    if whole and isinstance(mask, Dense) and mask is not args.mask:
-        inputs.mask_owner = mask.tensor
-    elif whole and mask is args.mask:
-        inputs.mask_owner = mask
+    extent = extent_of(args)
+    owner = inputs.mask_owner = _owner(args)
+
+    def make() -> LoweredMask:
+        return _lowered(_parts(mask_of(args), route.seen, extent), extent)
+
+    # Tensors that are made inside a transform belong to it.
+    if owner is None or not route.keeps or args.transform is not None:
+        inputs.mask = make()
+        return
+    band: object = (args.is_causal, args.window, args.causal_alignment)
+    if isinstance(args.mask, Ragged):
+        band = (args.mask.left, args.mask.right, args.mask.max_seqlen)
+    inputs.mask = remember(owner, ("lowered", extent, band, route.seen), make)
+
+
+def _owner(args: Arguments) -> object:
+    """Return the object that says a mask, the band aside, under which what is prepared from it is kept.
+
+    A packed batch has a new mask object in each call, and its sums stay; of two of them neither says all.
+    """
+    if args.layout == "thd":
+        return args.cu_seqlens_q if len(cast("Mask", args.mask).tensors) == 1 else None
+    return args.mask

@@ -7,7 +7,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _peek = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+_modes = torch._C._len_torch_dispatch_stack
 _TransformType = torch._C._functorch.TransformType  # type: ignore[attr-defined]
+
+
+def has_dispatch_mode() -> bool:
+    """Return whether a TorchDispatchMode is active: under one torch.compile compiles nothing."""
+    return bool(_modes() > 0)
 
 
 def active_transform(*given: object) -> str | None:

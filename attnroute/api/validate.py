@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnroute.errors import ArgumentError, argument_error
+from attnroute.biases import Bias
+from attnroute.errors import argument_error
 from attnroute.masks.nodes import Mask
 from attnroute.masks.tensors import check_dense
 from attnroute.vocabulary import DTYPES
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
     from attnroute.api.question import Arguments
     from attnroute.masks.nodes import Extent
 
-LAYOUTS = ("bhsd", "bshd")
-_DIMS = 4
+LAYOUTS = ("bhsd", "bshd", "thd")
+_SHAPES = {
+    "bhsd": "4 dimensions (batch, num_heads, seqlen, head_dim)",
+    "bshd": "4 dimensions (batch, seqlen, num_heads, head_dim)",
+    "thd": "3 dimensions (total, num_heads, head_dim)",
+}
 
 
 def check_tensors(args: Arguments) -> None:
@@ -28,14 +33,11 @@ def check_tensors(args: Arguments) -> None:
         ArgumentError: One is no 4-D dense tensor, or devices, dtypes or shapes do not fit together.
     """
     if args.layout not in LAYOUTS:
-        to_do = (
-            "pass documents as masks.Documents(cu_seqlens=...) instead"
-            if args.layout == "thd"
-            else "pick one"
-        )
-        raise argument_error("layout", f"one of {', '.join(LAYOUTS)}", repr(args.layout), to_do)
+        raise argument_error("layout", f"one of {', '.join(LAYOUTS)}", repr(args.layout), "pick one")
+    # Packed tensors have become (batch, num_heads, seqlen, head_dim) by now.
+    layout = "bhsd" if args.layout == "thd" else args.layout
     for name in ("query", "key", "value"):
-        _check_tensor(name, getattr(args, name))
+        check_number_of_dims(name, getattr(args, name), layout)
     query, key, value = args.query, args.key, args.value
     for name, tensor in (("key", key), ("value", value)):
         if tensor.device != query.device:
@@ -65,32 +67,41 @@ def check_extras(args: Arguments, extent: Extent) -> None:
         _check_vector("sink", args.sink, args, [(heads,)])
     if args.alibi_slopes is not None:
         _check_vector("alibi_slopes", args.alibi_slopes, args, [(heads,), (extent.batch, heads)])
-        if args.bias is not None or (isinstance(args.mask, Tensor) and args.mask.dtype != torch.bool):
-            to_do = "add the ALiBi term to the bias yourself"
-            raise argument_error("alibi_slopes", "no bias and no float mask beside it", "both", to_do)
+    _check_one_bias(args)
 
 
-def _check_tensor(name: str, tensor: object) -> None:
+def check_number_of_dims(name: str, tensor: object, layout: str) -> None:
+    """Check that an argument is a dense tensor with the dimensions of a layout.
+
+    Raises:
+        ArgumentError: It is not.
+    """
     if not isinstance(tensor, Tensor):
         raise argument_error(name, "a torch.Tensor", type(tensor).__name__, "convert it")
     if tensor.is_nested or tensor.layout != torch.strided:
-        raise argument_error(
-            name,
-            "a dense strided tensor",
-            "a nested or sparse one",
-            "pack the sequences and pass masks.Documents(cu_seqlens=...)",
-        )
-    if tensor.dim() != _DIMS:
-        raise argument_error(
-            name,
-            "4 dimensions (batch, num_heads, seqlen, head_dim)",
-            f"shape {tuple(tensor.shape)}",
-            "add the missing dimensions with unsqueeze",
-        )
+        to_do = 'pack the sequences and pass layout="thd", or masks.Documents(cu_seqlens=...)'
+        raise argument_error(name, "a dense strided tensor", "a nested or sparse one", to_do)
+    required = _SHAPES[layout]
+    if tensor.dim() != int(required[0]):
+        to_do = "add the missing dimensions with unsqueeze"
+        if layout == "thd":
+            to_do = "flatten batch and length into one dimension"
+        raise argument_error(name, required, f"shape {tuple(tensor.shape)}", to_do)
+
+
+def _check_one_bias(args: Arguments) -> None:
+    """A kernel adds one thing to the scores; a bias and a float mask are added up before."""
+    dense = args.bias is not None or (isinstance(args.mask, Tensor) and args.mask.dtype != torch.bool)
+    if args.alibi_slopes is not None and (dense or args.score_mod is not None):
+        to_do = "add the ALiBi term to the bias yourself"
+        raise argument_error("alibi_slopes", "no bias and no float mask beside it", "both", to_do)
+    if args.score_mod is not None and dense:
+        to_do = "add the mask inside of the function"
+        raise argument_error("bias Function", "no float mask beside it", "both", to_do)
 
 
 def _check_shapes(args: Arguments) -> None:
-    heads_at, length_at = (1, 2) if args.layout == "bhsd" else (2, 1)
+    heads_at, length_at = (2, 1) if args.layout == "bshd" else (1, 2)
     query, key, value = (tuple(t.shape) for t in (args.query, args.key, args.value))
     for name, shape in (("key", key), ("value", value)):
         if shape[0] != query[0]:
@@ -145,15 +156,9 @@ def _check_numbers(args: Arguments) -> None:
 
 
 def _check_causal(args: Arguments, extent: Extent) -> None:
-    if args.causal_alignment not in (None, "top_left", "bottom_right"):
-        raise argument_error(
-            "causal_alignment",
-            'one of "top_left" and "bottom_right"',
-            repr(args.causal_alignment),
-            "state which corner the diagonal ends in",
-        )
+    check_alignment(args.causal_alignment)
     if args.window is not None:
-        _check_window(args.window)
+        check_window(args.window)
     uses_diagonal = args.is_causal or args.window is not None
     if uses_diagonal and args.causal_alignment is None and extent.seqlen_q != extent.seqlen_kv:
         raise argument_error(
@@ -165,7 +170,23 @@ def _check_causal(args: Arguments, extent: Extent) -> None:
         )
 
 
-def _check_window(window: object) -> None:
+def check_alignment(alignment: object) -> None:
+    """Check `causal_alignment`.
+
+    Raises:
+        ArgumentError: It is no corner.
+    """
+    if alignment not in (None, "top_left", "bottom_right"):
+        required, to_do = 'one of "top_left" and "bottom_right"', "state which corner the diagonal ends in"
+        raise argument_error("causal_alignment", required, repr(alignment), to_do)
+
+
+def check_window(window: object) -> None:
+    """Check `window`.
+
+    Raises:
+        ArgumentError: It is no pair of counts.
+    """
     sides = window if isinstance(window, tuple) and len(window) == 2 else (window,)
     if len(sides) != 2 or not all(side is None or (isinstance(side, int) and side >= 0) for side in sides):
         to_do = "pass (W - 1, 0) for a sliding window of W keys"
@@ -187,7 +208,7 @@ def _check_mask(args: Arguments, extent: Extent) -> None:
             "mask",
             "a bool tensor, a float tensor or a mask object",
             type(mask).__name__,
-            "see attnroute.masks",
+            "pass it as bias" if isinstance(mask, Bias) else "see attnroute.masks",
         )
     if mask.device != args.query.device:
         raise argument_error("mask", f"query's device ({args.query.device})", mask.device, "move it there")
@@ -209,6 +230,9 @@ def _check_mask_devices(mask: Mask, args: Arguments) -> None:
 def _check_bias(name: str, bias: Tensor, args: Arguments, extent: Extent) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        if not isinstance(bias, Tensor):
+            to_do = "pass it as mask" if isinstance(bias, Mask) else "see attnroute.biases"
+            raise argument_error(name, "a floating-point tensor or a bias object", got, to_do)
         if name == "mask":
             raise argument_error(name, "a bool or floating-point tensor", got, "convert it, e.g. mask.bool()")
         raise argument_error(name, "a floating-point tensor", got, "convert it, e.g. bias.float()")
@@ -232,18 +256,3 @@ def _check_vector(name: str, tensor: Tensor, args: Arguments, shapes: list[tuple
             else type(tensor).__name__
         )
         raise argument_error(name, required, got, "pass one number per query head")
-
-
-def refuse_layout_arguments(**given: object) -> None:
-    """Refuse the arguments of layout "thd", which no path honours yet.
-
-    Raises:
-        ArgumentError: One of them was given.
-    """
-    for name, value in given.items():
-        if value is not None:
-            msg = (
-                f"{name} requires layout thd, which attention() does not take yet; got "
-                f"{type(value).__name__}; pass masks.Documents(cu_seqlens=...) with a batch of 1."
-            )
-            raise ArgumentError(msg)

@@ -119,10 +119,20 @@ def _with_padding(band: Pattern, padding: Tensor, kv_offset: int) -> Pattern | N
     if missing:
         # Keys that the padding mask does not speak about do not exist yet, as in transformers.
         keep = torch.nn.functional.pad(keep, (0, missing))
-    start, stop = band.keys
-    if bool(keep[:, start:stop].all()):
+    all_exist, at_left, at_right = _look(keep[:, slice(*band.keys)])
+    if all_exist:
         return band
-    return replace(band, keep=keep)
+    return replace(band, keep=keep, padding_side="left" if at_left else "right" if at_right else None)
+
+
+def _look(keep: Tensor) -> list[bool]:
+    """Return whether all keys exist, and whether the missing ones are all at the left, or all at the right.
+
+    All of it costs one wait for the device.
+    """
+    before, after = keep[:, :-1], keep[:, 1:]
+    found: list[bool] = torch.stack([keep.all(), (after >= before).all(), (before >= after).all()]).tolist()
+    return found
 
 
 def _with_documents(band: Pattern, reading: Reading) -> Pattern | None:

@@ -14,6 +14,7 @@ from attnroute.masks.tensors import remember
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attnroute.masks.lowered import PaddingSide
     from attnroute.vocabulary import Alignment
 
 
@@ -29,6 +30,7 @@ class Pattern:
         left: Keys before the query's own position that it may attend; None = all.
         right: Keys after it; None = all, 0 = causal.
         keep: Bool tensor (batch, kv_length), True where the key exists; None = all exist.
+        padding_side: The only side at which keys of `keys` are missing, where somebody looked.
         ids: Integer tensor (batch, kv_length): equal ids are one packed document. Only with q_length ==
             kv_length.
         cu_seqlens: The same documents as int32 prefix sums on the CPU, where there is one batch row and
@@ -42,6 +44,7 @@ class Pattern:
     left: int | None = None
     right: int | None = None
     keep: Tensor | None = None
+    padding_side: PaddingSide | None = None
     ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
@@ -75,7 +78,7 @@ class Pattern:
         if band is None:
             return None
         if self.keep is not None:
-            band = (*band, KeyPadding(keep=self.keep[:, start:stop]))
+            band = (*band, _key_padding(self.keep[:, start:stop], self.padding_side))
         if self.ids is not None:
             by_sums = self.cu_seqlens is not None
             band = (*band, Documents(cu_seqlens=self.cu_seqlens) if by_sums else Documents(ids=self.ids))
@@ -126,6 +129,13 @@ class Pattern:
             offset=self.offset + first_row - first,
             keep=None if self.keep is None else self.keep[:, first:last],
         )
+
+
+def _key_padding(keep: Tensor, side: PaddingSide | None) -> KeyPadding:
+    """Say padding at one side as counts, which kernels for ragged batches take; the device counts them."""
+    if side is None:
+        return KeyPadding(keep=keep)
+    return KeyPadding(lengths=keep.sum(1)) if side == "right" else KeyPadding(left=(~keep).sum(1))
 
 
 def _band(left: int | None, right: int | None, offset: int, corner: int) -> tuple[Mask, ...] | None:

@@ -7,11 +7,8 @@ import re
 
 import pytest
 import torch
-from bad_arguments import (
-    CASES,
-    KEY,
-    QUERY,
-)
+from bad_arguments import CASES, KEY, QUERY
+from bad_forms import CASES as FORMS
 from spy import Spy
 
 import attnroute
@@ -19,7 +16,9 @@ from attnroute.errors import ArgumentError, NoBackendError, OverrideError
 
 
 @pytest.mark.parametrize("function", [attnroute.attention, attnroute.explain])
-@pytest.mark.parametrize(("tensors", "arguments", "said"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("tensors", "arguments", "said"), [*CASES.values(), *FORMS.values()], ids=[*CASES, *FORMS]
+)
 def test_one_sentence_names_the_argument_and_nothing_runs(function, tensors, arguments, said):
     with Spy() as spy, pytest.raises(ArgumentError) as raised:
         function(*tensors, **arguments)

@@ -17,6 +17,7 @@ import attnroute
 from attnroute import settings
 from attnroute.errors import NoBackendError, OverrideError, QuadraticAttentionWarning
 
+# Those that run under the mode that sees what ran. flex does not: nothing compiles there.
 CPU_BACKENDS = ("flash", "chunked", "math")
 WISHES = st.fixed_dictionaries(
     {},

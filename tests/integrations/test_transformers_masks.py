@@ -105,26 +105,26 @@ def test_packed_documents_say_what_dense_masks_say(data):
 @pytest.mark.parametrize(
     ("size", "function", "padding", "mask", "keys"),
     [
-        ((1, 4, 4, 0, 0), hf.causal_mask_function, None, "Causal(alignment='top_left')", (0, 4)),
+        ((1, 4, 4, 0, 0), hf.causal_mask_function, None, "Causal()", (0, 4)),
         ((1, 2, 6, 4, 0), hf.causal_mask_function, None, "Causal(alignment='bottom_right')", (0, 6)),
-        ((1, 4, 9, 0, 0), hf.causal_mask_function, None, "Causal(alignment='top_left')", (0, 4)),
+        ((1, 4, 9, 0, 0), hf.causal_mask_function, None, "Causal()", (0, 4)),
         ((1, 4, 9, 2, 0), hf.causal_mask_function, None, "Causal(alignment='bottom_right')", (0, 6)),
         (
             (1, 2, 5, 7, 4),
             hf.sliding_window_causal_mask_function(3),
             None,
-            "Window(left=2, right=0, alignment='bottom_right')",
+            "Window(2, 0, alignment='bottom_right')",
             (1, 5),
         ),
         (
             (1, 4, 4, 0, 0),
             hf.sliding_window_bidirectional_mask_function(2),
             None,
-            "Window(left=2, right=2, alignment='top_left')",
+            "Window(2, 2)",
             (0, 4),
         ),
         ((1, 4, 6, 2, 0), hf.causal_mask_function, [True] * 6, "Causal(alignment='bottom_right')", (0, 6)),
-        ((1, 4, 9, 0, 0), hf.causal_mask_function, [True] * 4, "Causal(alignment='top_left')", (0, 4)),
+        ((1, 4, 9, 0, 0), hf.causal_mask_function, [True] * 4, "Causal()", (0, 4)),
     ],
 )
 def test_expected_objects(size, function, padding, mask, keys):
@@ -133,12 +133,45 @@ def test_expected_objects(size, function, padding, mask, keys):
     assert (repr(pattern.mask), pattern.keys) == (mask, keys)
 
 
-def test_padding_is_a_node():
-    padding = torch.tensor([[False, True, True], [True, True, True]])
-    causal, keep = make_mask(2, 3, 3, attention_mask=padding).pattern.mask.nodes
+@pytest.mark.parametrize(
+    ("padding", "form", "value"),
+    [
+        ([[0, 0, 1, 1], [1, 1, 1, 1]], "left", [2, 0]),
+        ([[1, 1, 1, 0], [1, 1, 1, 1]], "lengths", [3, 4]),
+        # Either would do; with the left one the diagonal stays where it is.
+        ([[0, 0, 0, 0], [1, 1, 1, 1]], "left", [4, 0]),
+        ([[0, 1, 1, 1], [1, 1, 1, 0]], "keep", [[0, 1, 1, 1], [1, 1, 1, 0]]),
+        ([[1, 0, 1, 1], [1, 1, 1, 1]], "keep", [[1, 0, 1, 1], [1, 1, 1, 1]]),
+    ],
+)
+def test_padding_is_a_node(padding, form, value):
+    padding = torch.tensor(padding, dtype=torch.bool)
+    causal, node = make_mask(2, 4, 4, attention_mask=padding).pattern.mask.nodes
     assert isinstance(causal, Causal)
-    assert isinstance(keep, KeyPadding)
-    assert torch.equal(keep.keep, padding)
+    assert isinstance(node, KeyPadding)
+    given = {name: getattr(node, name) for name in ("left", "lengths", "keep")}
+    assert {name: tensor.int().tolist() for name, tensor in given.items() if tensor is not None} == {
+        form: value
+    }
+
+
+@given(data=st.data())
+def test_blocks_of_padded_masks_say_what_blocks_of_dense_masks_say(data):
+    """Where keys are missing is known for the keys that some query may attend, and for no others."""
+    size = data.draw(sizes())
+    function = FUNCTIONS[data.draw(st.sampled_from(sorted(FUNCTIONS)))](data.draw(st.integers(1, 9)))
+    mask = make_mask(**size, mask_function=function, attention_mask=data.draw(paddings(size)))
+    start, first = data.draw(st.integers(0, size["q_length"] - 1)), data.draw(st.integers(0, 2))
+    block, expected = (m[:, :, start:, first:] for m in (mask, mask.dense()))
+    if not isinstance(block, CarriedMask):
+        assert first >= size["kv_length"]
+        return
+    assert torch.equal(block.pattern.dense(None), expected)
+    lengths = {"q_length": block.shape[2], "kv_length": block.shape[3], "batch_size": block.shape[0]}
+    for pattern in (block.pattern, block.pattern.with_window(data.draw(st.integers(1, 6)))):
+        if pattern.mask is not None:
+            carried = CarriedMask.carry(pattern, "cpu")
+            assert torch.equal(materialized(carried, lengths), pattern.dense(None))
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -144,7 +144,7 @@ def test_gradient_checkpointing(name, reentrant):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma4"], indirect=True)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gemma4"], indirect=True)
 def test_packed_documents(name, rows):
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6]])[:rows]
 

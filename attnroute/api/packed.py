@@ -1,0 +1,147 @@
+"""Layout thd: sequences of different lengths, one behind the other, become one sequence of documents."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from attnroute.api.validate import check_alignment, check_number_of_dims, check_window
+from attnroute.errors import argument_error
+from attnroute.masks.ragged import Ragged
+from attnroute.masks.sequences import check_sums
+from attnroute.masks.tensors import is_wrapped, remember
+
+if TYPE_CHECKING:
+    from attnroute.api.question import Arguments
+    from attnroute.vocabulary import Alignment
+
+_NAMES = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+
+
+def refuse_lengths(args: Arguments) -> None:
+    """Refuse the arguments of layout thd in a call of another layout.
+
+    Raises:
+        ArgumentError: One of them was given.
+    """
+    no_sums = args.cu_seqlens_q is None and args.cu_seqlens_kv is None
+    if no_sums and args.max_seqlen_q is None and args.max_seqlen_kv is None:
+        return
+    name = next(name for name in _NAMES if getattr(args, name) is not None)
+    to_do = 'pass layout="thd" with packed tensors, or masks.Documents and masks.KeyPadding with padded ones'
+    raise argument_error(name, 'layout="thd"', f"layout={args.layout!r}", to_do)
+
+
+def pack(args: Arguments) -> None:
+    """Turn a call of layout thd into a batch of one whose mask holds the sequences, causal and window.
+
+    Query, key and value become views (1, num_heads, total, head_dim).
+
+    Raises:
+        ArgumentError: An argument of layout thd is missing or means nothing, or another one has no meaning
+            for packed sequences.
+    """
+    for name in ("query", "key", "value"):
+        check_number_of_dims(name, getattr(args, name), "thd")
+    is_cross = args.cu_seqlens_kv is not None and args.cu_seqlens_kv is not args.cu_seqlens_q
+    _check_sums(args, is_cross=is_cross)
+    _check_scores(args, is_cross=is_cross)
+    _check_band(args, is_cross=is_cross)
+    args.mask = _ragged(args, is_cross=is_cross)
+    args.is_causal, args.window = False, None
+    args.query, args.key, args.value = (
+        t.unsqueeze(0).transpose(1, 2) for t in (args.query, args.key, args.value)
+    )
+
+
+def _ragged(args: Arguments, *, is_cross: bool) -> Ragged:
+    sums = cast("Tensor", args.cu_seqlens_q)
+    left, right = args.window or (None, None)
+    if args.is_causal:
+        right = 0
+    longest_q = _longest("q", sums, args.max_seqlen_q, args.query.shape[0])
+    if not is_cross:
+        if args.max_seqlen_kv is not None:
+            longest_q = min(longest_q, _longest("kv", sums, args.max_seqlen_kv, args.key.shape[0]))
+        return Ragged(sums, None, longest_q, None, left, right)
+    other = cast("Tensor", args.cu_seqlens_kv)
+    longest_kv = _longest("kv", other, args.max_seqlen_kv, args.key.shape[0])
+    alignment = cast("Alignment", args.causal_alignment or "top_left")
+    return Ragged(sums, other, longest_q, longest_kv, left, right, alignment)
+
+
+def _check_sums(args: Arguments, *, is_cross: bool) -> None:
+    _check_sum("cu_seqlens_q", args.cu_seqlens_q, args)
+    total_q, total_kv = args.query.shape[0], args.key.shape[0]
+    if not is_cross:
+        if total_q != total_kv:
+            required = f"query's total length ({total_q}) where cu_seqlens_kv is not given"
+            raise argument_error("key", required, total_kv, "pass cu_seqlens_kv")
+        return
+    _check_sum("cu_seqlens_kv", args.cu_seqlens_kv, args)
+
+
+def _check_sum(name: str, sums: object, args: Arguments) -> None:
+    required = "a 1-D int32 or int64 tensor of at least two prefix sums"
+    to_do = "pass [0, end of the first sequence, ..., end of the last]"
+    if not isinstance(sums, Tensor):
+        raise argument_error(name, required, "None" if sums is None else type(sums).__name__, to_do)
+    if sums.dtype not in (torch.int32, torch.int64) or sums.dim() != 1 or sums.shape[0] < 2:
+        raise argument_error(name, required, f"{sums.dtype} of shape {tuple(sums.shape)}", to_do)
+    if sums.device.type != "cpu" and sums.device != args.query.device:
+        required = f"query's device ({args.query.device}) or the CPU"
+        raise argument_error(name, required, sums.device, "move it there")
+
+
+def _longest(side: str, sums: Any, bound: Any, total: int) -> int:
+    """Return an upper bound of the lengths; sums on the CPU are checked, as no device waits for them."""
+    name = f"max_seqlen_{side}"
+    if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
+        got = type(bound).__name__ if isinstance(bound, Tensor) else repr(bound)
+        raise argument_error(name, "a Python int of at least 0, or None", got, "pass None for no bound")
+    if sums.device.type != "cpu" or is_wrapped(sums):
+        return total if bound is None else min(bound, total)
+    longest = remember(sums, ("longest", side, total), lambda: _read(f"cu_seqlens_{side}", sums, total))
+    if bound is not None and bound < longest:
+        required = f"at least the longest sequence ({longest})"
+        to_do = f"correct it, or leave it out and let cu_seqlens_{side} say it"
+        raise argument_error(name, required, bound, to_do)
+    return longest
+
+
+def _read(name: str, sums: Tensor, total: int) -> int:
+    check_sums(name, sums, total)
+    return int(sums.diff().max())
+
+
+def _check_scores(args: Arguments, *, is_cross: bool) -> None:
+    """What a matrix of positions would be needed for has no meaning, as packed sequences have none."""
+    in_each = "pass is_causal or window, which hold in each sequence"
+    padded = "pad the batch and pass masks.KeyPadding, or use alibi_slopes"
+    by_place = "pad the batch, so that indices are those of one sequence"
+    refused = (
+        ("mask", args.mask, "no mask beside layout thd", in_each),
+        ("bias", args.bias, "no dense bias beside layout thd", padded),
+        ("bias", args.score_mod, "no score function beside layout thd", by_place),
+    )
+    for name, given, required, to_do in refused:
+        if given is not None:
+            raise argument_error(name, required, type(given).__name__, to_do)
+    if args.alibi_slopes is not None and is_cross:
+        to_do = "pad the batch and pass masks.KeyPadding"
+        required = "queries and keys of the same sequences beside layout thd"
+        raise argument_error("alibi_slopes", required, "a cu_seqlens_kv of its own", to_do)
+
+
+def _check_band(args: Arguments, *, is_cross: bool) -> None:
+    check_alignment(args.causal_alignment)
+    if args.window is not None:
+        check_window(args.window)
+    if is_cross and args.causal_alignment is None and (args.is_causal or args.window is not None):
+        required = (
+            '"bottom_right" (as flash-attn) or "top_left" for is_causal and window beside a cu_seqlens_kv of '
+            "its own"
+        )
+        raise argument_error("causal_alignment", required, "None", "state which corner each diagonal ends in")
