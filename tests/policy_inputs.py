@@ -9,7 +9,7 @@ from attnroute.call import Call
 from attnroute.host import Host
 from attnroute.policy import Policy
 
-KNOWN = ("chunked", "cudnn", "efficient", "flash", "math")
+KNOWN = ("chunked", "cudnn", "efficient", "flash", "flex", "math")
 CPU = Host(arch="cpu", versions={"torch": "2.13.0"})
 CALL = Call(
     dtype="float32",

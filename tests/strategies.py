@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from attnroute.call import (
     AlibiBias,
+    AnyNode,
     Call,
     CausalNode,
     Context,
@@ -15,6 +16,7 @@ from attnroute.call import (
     FunctionBias,
     FunctionNode,
     KeyPaddingNode,
+    NotNode,
     PrefixNode,
     Strides,
     WindowNode,
@@ -97,17 +99,37 @@ def mask_nodes(batch, seqlen_q, seqlen_kv):
         "aligned": TRUE_MOSTLY,
         "empty_rows": EMPTY_ROWS,
     }
-    recognized = st.none() | st.lists(st.builds(CausalNode, alignment=ALIGNMENTS), max_size=1).map(tuple)
     beside = st.none() | st.integers(0, seqlen_kv + 2)
-    return st.one_of(
+    readable = st.one_of(
         st.builds(CausalNode, alignment=ALIGNMENTS),
         st.builds(WindowNode, left=beside, right=beside, alignment=ALIGNMENTS),
-        st.builds(DocumentsNode, lengths=_cut(seqlen_kv), contiguous=TRUE_MOSTLY),
+        st.builds(DocumentsNode, lengths=_cut(seqlen_kv), contiguous=TRUE_MOSTLY, cross=FALSE_MOSTLY),
         st.builds(KeyPaddingNode, lengths=counts, side=st.sampled_from(["right", "left", "any"])),
-        st.builds(PrefixNode, lengths=counts),
-        st.builds(DenseNode, **tensor, recognized=recognized),
-        st.builds(FunctionNode, block_mask_shape=st.sampled_from([None, (seqlen_q, seqlen_kv)])),
+        st.builds(PrefixNode, lengths=counts, alignment=ALIGNMENTS),
     )
+    recognized = st.none() | st.lists(readable, max_size=2).map(tuple)
+    simple = st.one_of(
+        readable,
+        st.builds(DenseNode, **tensor, recognized=recognized),
+        st.builds(
+            FunctionNode,
+            block_mask_shape=st.sampled_from([None, (seqlen_q, seqlen_kv)]),
+            per_batch=st.booleans(),
+            per_head=st.booleans(),
+        ),
+    )
+    return st.integers(0, 4).flatmap(lambda n: combined(simple) if n == 4 else simple)
+
+
+def combined(simple, max_leaves=4):
+    """Return disjunctions and negations of nodes, nested, some of no parts at all."""
+
+    def outer(inner):
+        part = st.lists(inner, max_size=2).map(tuple)
+        either = st.builds(AnyNode, parts=st.lists(part, max_size=3).map(tuple))
+        return either | st.builds(NotNode, part=part)
+
+    return outer(st.recursive(simple, outer, max_leaves=max_leaves))
 
 
 def _cut(seqlen):
@@ -128,7 +150,10 @@ def biases(seqlen_q, seqlen_kv):
         aligned=TRUE_MOSTLY,
         empty_rows=EMPTY_ROWS,
     )
-    return st.one_of(dense, st.builds(AlibiBias), st.builds(FunctionBias))
+    trains = st.booleans()
+    return st.one_of(
+        dense, st.builds(AlibiBias, requires_grad=trains), st.builds(FunctionBias, requires_grad=trains)
+    )
 
 
 def strides():
@@ -148,6 +173,7 @@ def contexts():
         Context,
         compiled=FALSE_MOSTLY,
         cuda_graph=FALSE_MOSTLY,
+        dispatch_mode=FALSE_MOSTLY,
         dynamic=mostly((), ("batch",), ("seqlen_q",), ("seqlen_q", "seqlen_kv")),
         transform=mostly(None, "double_backward", "forward_ad", "vmap", "export"),
         distributed=mostly(None, "dtensor", "context_parallel"),
@@ -156,15 +182,21 @@ def contexts():
 
 @st.composite
 def hosts(draw):
-    """Draw any host whose architecture the tables describe, with versions that may be missing or strange."""
+    """Draw any host whose architecture the tables describe, with versions that may be missing or strange.
+
+    What compiles FlexAttention is mostly there, so that it can be eligible.
+    """
+    arch = draw(st.sampled_from(load().arch_names))
+    needs = {"c++": "12.2", "avx2": "present"} if arch == "cpu" else {"triton": "3.5.0"}
     versions = {
         "torch": draw(mostly(draw(st.sampled_from(TORCHES)), None, "3.0", "2.4.1")),
         "cuda": draw(mostly("13.0", None, "12.4", "12.8")),
         "cudnn": draw(mostly("9.19.0", None, "8.9.7", "9.1.0.70", "9.10.2.21", "9.26.0")),
         "flash-attn-4": draw(st.sampled_from([None, "4.0.0b11", "4.0.0b36"])),
+        **{name: draw(mostly(version, None)) for name, version in needs.items()},
     }
     return Host(
-        arch=draw(st.sampled_from(load().arch_names)),
+        arch=arch,
         device_name=draw(st.sampled_from(["", "a card"])),
         versions={name: version for name, version in versions.items() if version is not None},
         broken=draw(mostly({}, {"cudnn": "ImportError: libcudnn.so.9"})),
@@ -180,11 +212,12 @@ def readable_masks(draw, batch, seqlen_q, seqlen_kv):
         st.builds(CausalNode, alignment=ALIGNMENTS),
         st.builds(WindowNode, left=beside, right=beside, alignment=ALIGNMENTS),
         st.builds(KeyPaddingNode, lengths=counts, side=st.sampled_from(["right", "left"])),
-        st.builds(PrefixNode, lengths=counts),
+        st.builds(PrefixNode, lengths=counts, alignment=ALIGNMENTS),
     ]
     if seqlen_q == seqlen_kv:
         kinds.append(st.builds(DocumentsNode, lengths=_cut(seqlen_kv).filter(bool), contiguous=st.just(True)))
-    return tuple(draw(st.lists(st.one_of(kinds), max_size=3)))
+    simple = st.one_of(kinds)
+    return tuple(draw(st.lists(simple | combined(simple), max_size=3)))
 
 
 def small_call(mask, batch, seqlen_q, seqlen_kv, **rest):
@@ -206,12 +239,19 @@ def allowed_of(call):
     """Return who may attend whom by definition, as lists of bools: [batch][seqlen_q][seqlen_kv]."""
     rows, columns = range(call.seqlen_q), range(call.seqlen_kv)
     return [
-        [[all(_allows(node, call, b, i, j) for node in call.mask) for j in columns] for i in rows]
-        for b in range(call.batch)
+        [[_all_allow(call.mask, call, b, i, j) for j in columns] for i in rows] for b in range(call.batch)
     ]
 
 
+def _all_allow(nodes, call, b, i, j):
+    return all(_allows(node, call, b, i, j) for node in nodes)
+
+
 def _allows(node, call, b, i, j):
+    if isinstance(node, AnyNode):
+        return any(_all_allow(part, call, b, i, j) for part in node.parts)
+    if isinstance(node, NotNode):
+        return not _all_allow(node.part, call, b, i, j)
     distance = j - i
     if getattr(node, "alignment", "") == "bottom_right":
         distance -= call.seqlen_kv - call.seqlen_q

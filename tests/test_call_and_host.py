@@ -21,7 +21,8 @@ CALL = """
  "mask": [], "bias": null,
  "softcap": 0.0, "sink": false, "dropout_p": 0.0, "deterministic": false, "return_lse": false,
  "strides": {"last_dim_contiguous": true, "packed": true, "aligned_16": true, "kv_heads_expanded": false},
- "context": {"compiled": false, "cuda_graph": false, "dynamic": [], "transform": null, "distributed": null}}
+ "context": {"compiled": false, "cuda_graph": false, "dispatch_mode": false,
+ "dynamic": [], "transform": null, "distributed": null}}
 """
 HOST = """
 {"arch": "sm_90", "device_name": "NVIDIA H100 80GB HBM3",

@@ -139,7 +139,7 @@ def test_a_ban_holds_against_all_and_says_so(environment, wish):
 
 def test_bans_of_every_layer_hold_together(environment):
     environment(BACKENDS="-flash")
-    with override(ban="chunked"):
+    with override(ban=["chunked", "flex"]):
         assert selected() == "math"
         with override(ban=["math"]), pytest.raises(NoBackendError):
             attnroute.attention(*torch.zeros(3, 1, 2, 8, 8).unbind())

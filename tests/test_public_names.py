@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 import attnroute
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
 
 
 @pytest.mark.parametrize("name", attnroute.__all__)
@@ -25,6 +27,16 @@ def test_public_name_has_its_own_docstring(name: str) -> None:
     assert text.strip(), f"{name} has no docstring"
     # A dataclass without a docstring is given its signature as one.
     assert not text.startswith(f"{name}("), f"{name} has only the docstring that dataclass made"
+
+
+OBJECTS = [(home, name) for home in (attnroute.biases, attnroute.masks) for name in home.__all__]
+
+
+@pytest.mark.parametrize(("home", "name"), OBJECTS, ids=lambda part: getattr(part, "__name__", part))
+def test_mask_and_bias_objects_have_their_own_docstrings(home: ModuleType, name: str) -> None:
+    text = getattr(home, name).__doc__ or ""
+    assert text.strip()
+    assert not text.startswith(f"{name}(")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -41,3 +53,13 @@ def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert names["out"].shape == query.shape
     assert seen == [1]
     assert "selected" in capsys.readouterr().out
+
+
+def test_the_examples_of_the_page_about_arguments_run() -> None:
+    page = ROOT / "docs" / "attention.md"
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        names: dict[str, Any] = {}
+        exec(compile(example, str(page), "exec"), names)
+        assert names["out"].shape == names["query"].shape
