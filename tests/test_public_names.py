@@ -49,6 +49,12 @@ def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     query = torch.randn(1, 4, 4096, 16, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
     seen: list[Any] = []
     names = {"query": query, "key": query[:, :2], "value": query[:, :2], "model": seen.append, "batch": 1}
+    names |= {
+        "slopes": torch.rand(4),
+        "logits": torch.randn(4),
+        "packed": query[0].transpose(0, 1).expand(3, -1, -1, -1),
+    }
+    names["cu_seqlens"] = torch.tensor([0, 1000, 4096])
     exec(compile(example, str(README), "exec"), names)
     assert names["out"].shape == query.shape
     assert seen == [1]

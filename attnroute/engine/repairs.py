@@ -24,7 +24,7 @@ from attnroute.call import (
     WindowNode,
 )
 from attnroute.facts import alignment_of, empty_rows_of
-from attnroute.masks.normalize import recognized
+from attnroute.masks.normalize import normalize, recognized
 from attnroute.vocabulary import DTYPE_BYTES, GRID_LIMIT, HEAD_DIM_MULTIPLE, EmptyRows, Repair
 
 Change = tuple[Call, int]
@@ -94,7 +94,7 @@ def _from_varlen(call: Call) -> Change | None:
         return None
     documents = any(isinstance(n, DocumentsNode) for n in call.mask)
     undescribed = () if documents else (DocumentsNode(cross=call.seqlen_q != call.seqlen_kv),)
-    return call.with_(layout="bshd", mask=(*undescribed, *call.mask)), 0
+    return normalize(call.with_(layout="bshd", mask=(*undescribed, *call.mask))), 0
 
 
 def _sink_from_lse(call: Call) -> Change | None:

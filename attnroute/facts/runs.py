@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final, TypeAlias
 
 from attnroute.call import CausalNode, DocumentsNode, KeyPaddingNode, MaskNode, PrefixNode, WindowNode
 
-LOOKED_AT: Final = 100_000
-"""Most runs that are looked at; where there are more, nothing is said."""
+LOOKED_AT: Final = 20_000
+"""Most runs that are looked at, some 20 ms; where there are more, nothing is said."""
 Run: TypeAlias = Callable[[int, int], tuple[int, int]]
 """Takes batch row and query, gives the first and the last key."""
 
 
-def some_run_is_empty(nodes: Sequence[MaskNode], seqlen_q: int, seqlen_kv: int) -> bool | None:
+@lru_cache(maxsize=64)
+def some_run_is_empty(nodes: tuple[MaskNode, ...], seqlen_q: int, seqlen_kv: int) -> bool | None:
     """Return whether the runs of keys that nodes allow have no key in common for some query.
 
     From one query to the next an end of a run moves on by one or stays, but where a document begins. So what

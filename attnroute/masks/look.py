@@ -21,7 +21,9 @@ LOOK_THRESHOLD = 256 * 256
 
 One thread of a CPU looks into 256 x 256 in 0.36 ms, where a causal tensor costs each call of two sequences
 and eight heads 0.27 ms more than the object does: two layers pay for it. At 128 x 128 it is 0.3 and 0.1 ms,
-at 512 x 512 0.6 and 0.7 ms (benchmarks/recognition.py).
+at 512 x 512 0.6 and 0.7 ms. On an H100 a look takes 0.5 to 2 ms up to 4096 x 4096, most of it launches, where
+a tensor costs each call 0.05 ms more at 256 to 2048 and 0.2 ms at 4096: the layers of a model share one look
+(benchmarks/recognition.py, benchmarks/results/h100-torch2.11-recognition.json).
 """
 LOOKS_KEPT = 64
 """Views of one tensor of which it is kept what they say; above this, all are forgotten."""

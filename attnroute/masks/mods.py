@@ -2,8 +2,8 @@
 
 The expression is Python text over the indices `b`, `h`, `i`, `j` and over names of tensors and functions.
 Masks with the same text are compiled once: what differs between them stands in the tensors. Only bands are
-numbers in the text, because a kernel with a constant window is 4 % faster (benchmarks/flex_structure.py);
-after a few different ones they are tensors too.
+numbers in the text, because a kernel with a constant window is 4 % faster where lengths are no multiples of
+128 (benchmarks/flex_structure.py); after a few different ones they are tensors too.
 """
 
 from __future__ import annotations

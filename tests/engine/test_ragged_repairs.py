@@ -89,6 +89,7 @@ H100 = Host(arch="sm_90", versions={"torch": "2.11.0+cu130", "cuda": "13.0", "cu
         ),
         ("from_varlen", PACKED.with_(mask=(CROSS, AT_END)), {"layout": "bshd"}, 0),
         ("from_varlen", PACKED, {"layout": "bshd", "mask": (CROSS,)}, 0),
+        ("from_varlen", PACKED.with_(seqlen_q=0, seqlen_kv=0), {"layout": "bshd"}, 0),
         (
             "from_varlen",
             PACKED.with_(seqlen_q=32, mask=(CausalNode(),)),

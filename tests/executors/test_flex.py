@@ -29,16 +29,17 @@ class Sizes(NamedTuple):
     seqlen_kv: int
 
 
-FIRST = (Sizes(2, 130, 200), Sizes(3, 300, 520))
+FIRST = (Sizes(2, 180, 200), Sizes(3, 300, 270))
 """Between these every size changes, so after them dynamo takes none for a constant. Fewer than 129 tokens are
 one block, for which it compiles again whatever the second size was."""
 SIZES = st.builds(
     Sizes,
-    st.integers(2, 4),
-    st.sampled_from([129, 131, 200, 256, 301]),
-    st.sampled_from([140, 190, 243, 270, 384]),
+    st.integers(2, 3),
+    st.sampled_from([181, 200, 256, 257, 301]),
+    st.sampled_from([190, 212, 243, 270, 284]),
 )
-"""Two lengths are never so near that a limit at the bottom right is 0, which is another text."""
+"""Two lengths are never so near that a limit at the bottom right is 0, which is another text. The tensors with
+an entry for each pair are all of one order of size: on the CPU another one is compiled again."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +59,6 @@ def squared(score, b, h, i, j):
 
 def counts(pick, sizes):
     return torch.tensor([pick(0, sizes.seqlen_kv) for _ in range(sizes.batch)])
-
-
-def lengths_of_documents(pick, sizes):
-    first = pick(1, sizes.seqlen_kv - 1)
-    return Causal() & Documents(lengths=[first, sizes.seqlen_kv - first]), {}
 
 
 def ids_of_documents(pick, sizes):
@@ -90,11 +86,12 @@ def many_nodes_with_score_function(pick, sizes):
     return mask, {"bias": biases.Function(squared)}
 
 
-def dense(pick, sizes):
+def dense_with_bias(pick, sizes):
     torch.manual_seed(pick(0, 99))
-    tensor = torch.rand(sizes.batch, 1, sizes.seqlen_q, sizes.seqlen_kv) < pick(1, 9) / 10
+    batch, *lengths = sizes
+    tensor = torch.rand(batch, 1, *lengths) < pick(1, 9) / 10
     tensor[:, :, pick(0, 99) :: 3] = False
-    return Dense(tensor), {}
+    return Dense(tensor), {"bias": torch.randn(batch, HEADS_Q, *lengths)}
 
 
 def block_mask(pick, sizes):
@@ -108,26 +105,21 @@ def block_mask(pick, sizes):
 
 
 class Case(NamedTuple):
-    """One structure: `make(pick, sizes)` gives the mask and the other arguments of a call.
-
-    A dense mask of another order of size is compiled once more, as are lengths of another order anywhere.
-    """
+    """One structure: `make(pick, sizes)` gives the mask and the other arguments of a call."""
 
     make: object
     dtype: torch.dtype = torch.float32
     layout: str = "bhsd"
     square: bool = False
-    compiled: int = 2
 
 
 CASES = {
-    "documents by lengths": Case(lengths_of_documents, square=True),
     "documents by ids per row": Case(ids_of_documents, square=True),
     "window, softcap and ALiBi": Case(window_with_alibi),
     "padding and a bias": Case(padding_with_bias, torch.float16),
     "prefix in bshd": Case(prefix, torch.bfloat16, "bshd"),
     "many nodes and a score function": Case(many_nodes_with_score_function),
-    "dense": Case(dense, compiled=3),
+    "dense and a bias": Case(dense_with_bias),
     "block mask": Case(block_mask),
 }
 
@@ -173,16 +165,16 @@ def test_a_structure_is_right_at_every_length_and_compiled_for_the_first_two(nam
 
     always()
     (entry,) = _flex_compile.entries()
-    assert len(entry.seconds) <= CASES[name].compiled, entry
+    assert len(entry.seconds) == 2, entry
 
 
 def test_lengths_below_a_block_compile_no_code_of_their_own():
     _flex_compile.forget()
     case = Case(lambda pick, sizes: (KeyPadding(left=counts(pick, sizes)), {}))
-    for length in (33, 34, 70, 127, 129, 200, 256, 300, 301):
+    for length in (33, 70, 127, 129, 257, 34, 256, 128, 300):
         check(case, Random(length).randint, Sizes(2, length, length))
     (entry,) = _flex_compile.entries()
-    assert len(entry.seconds) <= 4, entry
+    assert len(entry.seconds) <= 3, entry
 
 
 def test_one_query_at_the_end_of_keys_that_grow():
