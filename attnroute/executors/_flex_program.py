@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
 
 from attnroute.masks.blocks import BLOCK, Guess, guess
 from attnroute.masks.mods import Names, entry, expression, scalar
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 BANDS_KEPT: Final = 64
 """BlockMasks of causal and window masks that are kept; each holds a few bytes per 128 x 128 pairs."""
+LEAST_ROOM: Final = (8, 4096)
+"""On the CPU: smallest sizes, but for 1, of what an expression reads: leading dimensions and the last one."""
 
 
 class Part(NamedTuple):
@@ -40,8 +43,8 @@ class Part(NamedTuple):
     @property
     def structure(self) -> Hashable:
         """What tells parts of different code apart."""
-        shapes = tuple(t.dim() for t in self.tensors)
-        return self.text, shapes, tuple(_code_of(f) for f in self.functions)
+        kinds = tuple((t.dim(), t.dtype) for t in self.tensors)
+        return self.text, kinds, tuple(_code_of(f) for f in self.functions)
 
 
 class Blocked(NamedTuple):
@@ -91,9 +94,9 @@ def _of_band(mask: LoweredMask, extent: Extent) -> Blocked:
 
 
 def _expressed(mask: LoweredMask, extent: Extent) -> Part:
-    names = Names("m")
-    text = expression(mask, names, extent.device)
-    return Part(text, tuple(names.tensors), tuple(names.functions))
+    # At the bottom right the limits of a band change with every length.
+    names = Names("m", constants=extent.seqlen_q == extent.seqlen_kv)
+    return _part(expression(mask, names, extent.device), names)
 
 
 def _listed_blocks(mask: LoweredMask, extent: Extent) -> tuple[Tensor | None, ...]:
@@ -137,7 +140,36 @@ def scored(inputs: Inputs) -> Part:
         text = f"{text} - {_alibi(inputs, inputs.alibi_slopes, names)}"
     elif inputs.bias is not None:
         text = f"{text} + {_bias(inputs.bias, names)}"
-    return Part() if text == "s" else Part(text, tuple(names.tensors), tuple(names.functions))
+    return Part() if text == "s" else _part(text, names)
+
+
+def _part(text: str, names: Names) -> Part:
+    tensors = (t if t.device.type != "cpu" else _roomy(t) for t in names.tensors)
+    return Part(text, tuple(tensors), tuple(names.functions))
+
+
+def _roomy(tensor: Tensor) -> Tensor:
+    """Fill up to sizes that rarely change, and keep dynamo from letting them vary.
+
+    inductor's C++ template writes its block lengths over the names of varying sizes that begin alike (torch
+    2.13, CppFlexAttentionTemplate.modification): the code does not compile, or reads elsewhere.
+    """
+    if not tensor.dim():
+        return tensor
+    least = (LEAST_ROOM[0],) * (tensor.dim() - 1) + LEAST_ROOM[1:]
+    missing = [_room(n, start) - n for n, start in zip(tensor.shape, least, strict=True)]
+    filled = pad(tensor, [n for more in reversed(missing) for n in (0, more)])
+    torch._dynamo.mark_static(filled)
+    return filled
+
+
+def _room(size: int, least: int) -> int:
+    """Return 1, or the first of `least`, four times that and so on that is not smaller than the size."""
+    if size == 1:
+        return 1
+    while least < size:
+        least *= 4
+    return least
 
 
 def _alibi(inputs: Inputs, slopes: Tensor, names: Names) -> str:

@@ -36,11 +36,13 @@ class Names:
 
     Attributes:
         prefix: Starts every name.
+        constants: Limits of bands may be numbers of the text: not where they follow the lengths.
         tensors: The tensors; a tensor that comes twice has one name.
         functions: The functions.
     """
 
     prefix: str
+    constants: bool = True
     tensors: list[Tensor] = field(default_factory=list)
     functions: list[Callable[..., Any]] = field(default_factory=list)
 
@@ -107,7 +109,7 @@ def _band(lowered: LoweredMask, names: Names, device: torch.device) -> list[str]
     diagonal = "i" if lowered.diagonal is None else f"{names.tensor(lowered.diagonal)}[i]"
     found = []
     for limit, sign in ((lowered.band_hi, "<="), (lowered.band_lo, ">=")):
-        if limit == 0:
+        if limit == 0 and names.constants:
             found.append(f"j {sign} {diagonal}")
         elif limit is not None:
             found.append(f"j - {diagonal} {sign} {_limit(limit, names, device)}")
@@ -115,7 +117,7 @@ def _band(lowered: LoweredMask, names: Names, device: torch.device) -> list[str]
 
 
 def _limit(value: int, names: Names, device: torch.device) -> str:
-    if value in _CONSTANTS or len(_CONSTANTS) < CONSTANT_BANDS:
+    if names.constants and (value in _CONSTANTS or len(_CONSTANTS) < CONSTANT_BANDS):
         _CONSTANTS.add(value)
         return str(value)
     return names.tensor(scalar(value, device))

@@ -38,7 +38,7 @@ SIZES = st.builds(
     st.sampled_from([181, 200, 256, 257, 301]),
     st.sampled_from([190, 212, 243, 270, 284]),
 )
-"""Two lengths are never so near that a limit at the bottom right is 0, which is another text. The tensors with
+"""Two lengths are never so near that a limit at the bottom right is 0, which is another text. Tensors with
 an entry for each pair are all of one order of size: on the CPU another one is compiled again."""
 
 

@@ -124,6 +124,18 @@ def test_after_a_few_windows_their_sizes_are_tensors():
     assert texts[0] == expression(Window(1).lower(FULL, extent), Names("m"), CPU)
 
 
+def test_limits_that_follow_the_lengths_are_tensors():
+    texts = {
+        expression(
+            Window(9, 0, "bottom_right").lower(FULL, Extent(1, 1, 1, n, CPU)),
+            Names("m", constants=False),
+            CPU,
+        )
+        for n in range(20, 60)
+    }
+    assert texts == {"(j - i <= m0) & (j - i >= m1)"}
+
+
 def test_a_block_mask_among_other_parts_keeps_its_blocks():
     blocks = create_block_mask(anybody, 1, 1, 300, 300, device="cpu", BLOCK_SIZE=100)
     blocks.full_kv_num_blocks[:, :, 1] = 1  # The second row of blocks sees one block, whatever mask_mod says.
