@@ -126,11 +126,12 @@ def attention(
         (batch, num_heads_q, seqlen_q, head_dim_v) in the dtype of the query and the given layout; (total_q,
         num_heads_q, head_dim_v) in layout thd. With `return_lse` also the natural log-sum-exp, float32,
         (batch, num_heads_q, seqlen_q), in layout thd (num_heads_q, total_q), -inf for a query with no key;
-        it carries no gradient except on backend "chunked".
+        it carries no gradient except on backends "chunked" and "flex".
 
     Raises:
         ArgumentError: An argument means nothing; no kernel was launched.
         NoBackendError: Nothing may run the call as asked; the message holds every reason.
+        NotCompiledError: Backend "flex" was selected and torch.compile did not compile its call.
         OverrideError: `backend`, `prefer` or an environment variable names something unknown.
     """
     # The decision cannot be traced yet: under torch.compile the call stands outside of the graph.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attnroute.executors._flex_program import Blocked, Part
 
 Result = tuple[Tensor, Tensor | None]
+_COMPILER_ERRORS: Final = ("BackendCompilerFailed", "InductorError")
 _LIMIT_ERRORS: Final = ("FailOnRecompileLimitHit", "RecompileLimitExceeded", "CacheLimitExceeded")
 
 
@@ -105,7 +106,7 @@ def run(found: Compiled, qkv: tuple[Tensor, Tensor, Tensor], mask: Blocked, scor
     """Call the compiled function.
 
     Raises:
-        NotCompiledError: It would run uncompiled.
+        NotCompiledError: It would run uncompiled, or cannot be compiled.
     """
     try:
         return found.call(  # type: ignore[misc]
@@ -115,8 +116,11 @@ def run(found: Compiled, qkv: tuple[Tensor, Tensor, Tensor], mask: Blocked, scor
         _drop(found)
         raise
     except Exception as error:
-        if any(cls.__name__ in _LIMIT_ERRORS for cls in type(error).__mro__):
+        names = {cls.__name__ for cls in type(error).__mro__}
+        if names.intersection(_LIMIT_ERRORS):
             raise NotCompiledError(_limit_message(found)) from error
+        if names.intersection(_COMPILER_ERRORS):
+            raise NotCompiledError(_failure_message(found, error)) from error
         raise
 
 
@@ -234,6 +238,16 @@ def _limit_message(found: Compiled) -> str:
         f"backend flex requires at most {limit} compilations of one structure of mask and scores"
         f" ({found.name}); got one more; raise torch._dynamo.config.recompile_limit, or keep numbers that"
         " change in tensors."
+    )
+
+
+def _failure_message(found: Compiled, error: Exception) -> str:
+    inner = getattr(error, "inner_exception", error)
+    said = str(inner).strip().partition("\n")[0]
+    return (
+        f"backend flex requires code that torch.compile can compile for a mask and its scores ({found.name});"
+        f" got {type(inner).__name__}: {said}; pass another backend, or keep this one away with"
+        ' override(ban="flex").'
     )
 
 
