@@ -49,7 +49,9 @@ def tests(session: nox.Session) -> None:
     """Run every test that needs no GPU. Arguments after `--` go to pytest."""
     _install_for_tests(session)
     workers = str(min(4, os.cpu_count() or 1))
-    session.run("pytest", "-q", "-m", "not gpu", "-n", workers, *session.posargs)
+    # Files that compile take minutes; a worker that has nothing left takes over what another one waits with.
+    balanced = ("-n", workers, "--dist", "worksteal")
+    session.run("pytest", "-q", "-m", "not gpu", *balanced, *session.posargs)
 
 
 @nox.session
