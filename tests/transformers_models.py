@@ -86,10 +86,14 @@ def built(name):
     """Return a model with random weights; sinks and norms too, so that a lost one would show."""
     family, config, extra = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, config)(**{**TINY, **extra}))
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(std=0.3)
+    # The model is kept for other tests, whoever asks for it first.
+    with torch.inference_mode(mode=False):
+        model = getattr(transformers, f"{family}ForCausalLM")(
+            getattr(transformers, config)(**{**TINY, **extra})
+        )
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.normal_(std=0.3)
     return model.eval()
 
 
