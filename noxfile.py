@@ -49,8 +49,8 @@ def tests(session: nox.Session) -> None:
     """Run every test that needs no GPU. Arguments after `--` go to pytest."""
     _install_for_tests(session)
     workers = str(min(4, os.cpu_count() or 1))
-    # Files that compile take minutes; a worker that has nothing left takes over what another one waits with.
-    balanced = ("-n", workers, "--dist", "worksteal")
+    # Two files compile for minutes each: a file stays with one worker, the others are shared out as they end.
+    balanced = ("-n", workers, "--dist", "loadfile")
     session.run("pytest", "-q", "-m", "not gpu", *balanced, *session.posargs)
 
 
