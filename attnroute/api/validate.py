@@ -220,7 +220,10 @@ def _check_mask(args: Arguments, extent: Extent) -> None:
 
 def _check_mask_devices(mask: Mask, args: Arguments) -> None:
     for node in mask.nodes:
-        tensor = getattr(node, "tensor", None)
+        for part in getattr(node, "members", ()):
+            _check_mask_devices(part, args)
+        blocks = getattr(node, "block_mask", None)
+        tensor = getattr(node, "tensor", None) if blocks is None else blocks.kv_num_blocks
         if tensor is not None and tensor.device != args.query.device:
             raise argument_error(
                 "mask", f"query's device ({args.query.device})", tensor.device, "move it there"

@@ -123,3 +123,15 @@ def test_a_call_without_them_loads_neither_module():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0"]
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [lambda dense: dense, lambda dense: ~dense, lambda dense: masks.Causal() & (dense | masks.Window(3))],
+    ids=["alone", "negated", "in a disjunction"],
+)
+def test_a_tensor_on_another_device_is_refused_wherever_it_stands(combine):
+    inputs = normal(seqlen_q=9)
+    elsewhere = masks.Dense(torch.ones(9, 9, dtype=torch.bool, device="meta"))
+    with pytest.raises(attnroute.AttnRouteError, match=r"query's device \(cpu\); got meta; move it there"):
+        attnroute.attention(*inputs, combine(elsewhere))
