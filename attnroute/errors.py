@@ -49,12 +49,33 @@ class NoBackendError(AttnRouteError, RuntimeError):
         self.decision = decision
 
 
-class NotCompiledError(AttnRouteError, RuntimeError):
+class KernelRefusedError(AttnRouteError, RuntimeError):
+    """A kernel was refused before it was launched: nothing ran on the device, so another backend may.
+
+    `attention()` raises it where the backend was required, or under strict; elsewhere another backend runs.
+
+    Attributes:
+        backend: Whose kernel it is.
+        said: What the package said, in one line.
+    """
+
+    def __init__(self, message: str, backend: str = "", said: str = "") -> None:
+        """Keep beside the sentence what it was made of."""
+        super().__init__(message)
+        self.backend = backend
+        self.said = said or message
+
+
+class NotCompiledError(KernelRefusedError):
     """The selected backend must be compiled and cannot be: run uncompiled, it would hold all scores."""
 
 
 class QuadraticAttentionWarning(UserWarning):
     """The selected backend materialises seqlen_q x seqlen_kv scores; the message names the bytes."""
+
+
+class RerouteWarning(UserWarning):
+    """A kernel was refused before its launch and another backend runs; the message tells the whole story."""
 
 
 class OverrideWarning(UserWarning):

@@ -29,6 +29,8 @@ class Policy(BaseModel):
         quadratic_limit_bytes: Above this the slow tier warns.
         tables: Overlay folder.
         transform: "double_backward" when the caller will differentiate twice, which no tensor shows.
+        failed: Backends whose kernel was refused before its launch for calls like this one in this process,
+            each with what it said.
         origin: Where each setting came from, for the explanation: `{"ban": "ATTNROUTE_BACKENDS"}`.
     """
 
@@ -44,6 +46,7 @@ class Policy(BaseModel):
     quadratic_limit_bytes: int = QUADRATIC_LIMIT_BYTES
     tables: Path | None = None
     transform: str | None = None
+    failed: tuple[tuple[str, str], ...] = ()
     origin: dict[str, str] = Field(default_factory=dict)
 
     @cached_property
@@ -60,6 +63,7 @@ class Policy(BaseModel):
             self.quadratic_limit_bytes,
             self.tables,
             self.transform,
+            self.failed,
         )
 
     def __hash__(self) -> int:

@@ -7,6 +7,7 @@ call but one ContextVar lookup.
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,10 @@ VARIABLES: dict[str, str] = {
 }
 
 _OVERRIDE: ContextVar[Policy | None] = ContextVar("attnroute_override", default=None)
+
+_SEEN_BY_TRACERS = threading.local()
+"""What is in force, as one text: dynamo can read no ContextVar, and makes this a condition of its graphs."""
+_SEEN_BY_TRACERS.words = ""
 
 
 def current() -> Policy:
@@ -124,11 +129,28 @@ def override(
     if double_backward:
         changes["transform"] = "double_backward"
     flagged = Policy.model_validate({**changes, "origin": dict.fromkeys(changes, "override()")})
-    token = _OVERRIDE.set(merge(merge(current(), stated), flagged))
+    merged = merge(merge(current(), stated), flagged)
+    before, token = getattr(_SEEN_BY_TRACERS, "words", ""), _OVERRIDE.set(merged)
+    _SEEN_BY_TRACERS.words = repr(merged.key)
     try:
-        yield current()
+        yield merged
     finally:
         _OVERRIDE.reset(token)
+        _SEEN_BY_TRACERS.words = before
+
+
+def traced_words() -> str:
+    """Return what `override()` says here, as a text that torch.compile makes a condition of its graphs."""
+    return getattr(_SEEN_BY_TRACERS, "words", "")
+
+
+def call_policy(backend: str | None, prefer: str | Iterable[str] | None) -> Policy:
+    """Return what holds for a call that names backends itself.
+
+    Raises:
+        OverrideError: A backend is not known.
+    """
+    return merge(current(), policy_of("attention()", backend=backend, prefer=prefer))
 
 
 def policy_of(

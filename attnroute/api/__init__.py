@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from attnroute.api import routes
+from attnroute.api import routes, traced
 from attnroute.api.arguments import collect, route_key
 from attnroute.api.options import Options
 from attnroute.api.question import Arguments
-from attnroute.policy import merge
-from attnroute.settings import current, policy_of
+from attnroute.api.rerouting import reroute
+from attnroute.errors import KernelRefusedError
+from attnroute.settings import call_policy, current
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from attnroute.biases import Bias
     from attnroute.engine.decision import Decision
     from attnroute.masks.nodes import Mask
-    from attnroute.policy import Policy
 
 __all__ = ["attention", "explain"]
 
@@ -131,11 +131,14 @@ def attention(
     Raises:
         ArgumentError: An argument means nothing; no kernel was launched.
         NoBackendError: Nothing may run the call as asked; the message holds every reason.
-        NotCompiledError: Backend "flex" was selected and torch.compile did not compile its call.
+        KernelRefusedError: The backend's package refused the call before its kernel was launched (for flex:
+            torch.compile did not compile it), and the backend was required or strict is on.
         OverrideError: `backend`, `prefer` or an environment variable names something unknown.
+
+    Warns:
+        RerouteWarning: A kernel was refused before its launch; another backend runs such calls from now on.
     """
-    # The decision cannot be traced yet: under torch.compile the call stands outside of the graph.
-    attend = _attend_untraced if torch.compiler.is_compiling() else _attend
+    attend = traced.attend if torch.compiler.is_compiling() else _attend
     return attend(
         query,
         key,
@@ -165,7 +168,9 @@ def attention(
 def _attend(*given: Any) -> Tensor | tuple[Tensor, Tensor]:
     *arguments, backend, prefer = given
     args = collect(Arguments(*arguments))
-    policy = current() if backend is None and prefer is None else _call_policy(backend, prefer)
+    policy = current() if backend is None and prefer is None else call_policy(backend, prefer)
+    if args.traced:
+        return traced.run(args, policy)
     try:
         where = route_key(args, policy)
         route = routes.lookup(where)
@@ -175,13 +180,13 @@ def _attend(*given: Any) -> Tensor | tuple[Tensor, Tensor]:
         raise error from None
     if route is None:
         route = routes.make(args, policy, where)
-    out, lse = routes.execute(route, args)
+    try:
+        out, lse = routes.execute(route, args)
+    except KernelRefusedError as error:
+        out, lse = reroute(error, route, args, policy, where)
     if not args.return_lse:
         return out
     return out, lse.float()  # type: ignore[union-attr]
-
-
-_attend_untraced = torch.compiler.disable(_attend)
 
 
 def explain(
@@ -219,7 +224,7 @@ def explain(
         raise TypeError(msg)
     # `attention()` takes more forms than `Arguments` has when `collect` is through.
     args = collect(Arguments(query, key, value, mask, **{**_DEFAULTS, **arguments}))  # type: ignore[arg-type]
-    policy = current() if backend is None and prefer is None else _call_policy(backend, prefer)
+    policy = current() if backend is None and prefer is None else call_policy(backend, prefer)
     return routes.decision_of(args, policy, advise=True)
 
 
@@ -241,7 +246,3 @@ _DEFAULTS: dict[str, Any] = {
     "deterministic": None,
     "return_lse": False,
 }
-
-
-def _call_policy(backend: str | None, prefer: str | Iterable[str] | None) -> Policy:
-    return merge(current(), policy_of("attention()", backend=backend, prefer=prefer))

@@ -14,6 +14,7 @@ from attnroute.masks import Dense, Mask
 from attnroute.masks.look import LOOK_THRESHOLD, look_into
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import tensor_key
+from attnroute.masks.tracing import is_traced
 from attnroute.policy import Policy
 
 DEVICES = ("cpu", "cuda")
@@ -54,7 +55,9 @@ def collect(args: Arguments) -> Arguments:
         raise _not_deterministic()
     tensors = (args.query, args.key, args.value, args.mask, args.bias, args.sink, args.alibi_slopes)
     args.transform = active_transform(*tensors, *args.captured)
-    args.dispatch_mode = has_dispatch_mode()
+    args.traced = is_traced(query)
+    # A tracer sees every operator through modes of its own.
+    args.dispatch_mode = not args.traced and has_dispatch_mode()
     return args
 
 

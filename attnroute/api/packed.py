@@ -12,6 +12,7 @@ from attnroute.errors import argument_error
 from attnroute.masks.ragged import Ragged
 from attnroute.masks.sequences import check_sums
 from attnroute.masks.tensors import is_wrapped, remember
+from attnroute.masks.tracing import is_traced
 
 if TYPE_CHECKING:
     from attnroute.api.question import Arguments
@@ -101,7 +102,7 @@ def _longest(side: str, sums: Any, bound: Any, total: int) -> int:
     if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
         got = type(bound).__name__ if isinstance(bound, Tensor) else repr(bound)
         raise argument_error(name, "a Python int of at least 0, or None", got, "pass None for no bound")
-    if sums.device.type != "cpu" or is_wrapped(sums):
+    if sums.device.type != "cpu" or is_wrapped(sums) or is_traced(sums):
         return total if bound is None else min(bound, total)
     longest = remember(sums, ("longest", side, total), lambda: _read(f"cu_seqlens_{side}", sums, total))
     if bound is not None and bound < longest:

@@ -14,6 +14,7 @@ from attnroute.masks import All, Causal, Dense, Mask, Window
 from attnroute.masks.look import dense_node
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import as_4d, is_aligned
+from attnroute.masks.tracing import address, example
 
 if TYPE_CHECKING:
     from attnroute.executors._inputs import ScoreMod
@@ -33,6 +34,7 @@ class Arguments:
         training: Gradients will be asked for.
         transform: The functorch transform around the call.
         dispatch_mode: A TorchDispatchMode is active.
+        traced: A tracer holds the tensors: torch.compile, torch.export.
     """
 
     query: Tensor
@@ -60,6 +62,7 @@ class Arguments:
     training: bool = False
     transform: str | None = None
     dispatch_mode: bool = False
+    traced: bool = False
 
 
 def places(layout: str) -> tuple[int, int]:
@@ -72,6 +75,12 @@ def extent_of(args: Arguments) -> Extent:
     heads_at, length_at = places(args.layout)
     shape, kv_shape = args.query.shape, args.key.shape
     return Extent(shape[0], shape[heads_at], shape[length_at], kv_shape[length_at], args.query.device)
+
+
+def example_of(extent: Extent) -> Extent:
+    """Return the sizes of the call that is traced, as Python ints."""
+    batch, heads, seqlen_q, seqlen_kv, device = extent
+    return Extent(example(batch), int(heads), example(seqlen_q), example(seqlen_kv), device)
 
 
 def mask_of(args: Arguments) -> Mask | None:
@@ -107,7 +116,7 @@ def call_of(args: Arguments, extent: Extent, mask: Mask | None, *, look: bool) -
 
     Args:
         args: The arguments.
-        extent: Their sizes.
+        extent: Their sizes, as Python ints.
         mask: `mask_of(args)`.
         look: Dense bool masks may be looked into.
     """
@@ -117,11 +126,11 @@ def call_of(args: Arguments, extent: Extent, mask: Mask | None, *, look: bool) -
         dtype=dtype_word(args.query.dtype),
         batch=extent.batch,
         num_heads_q=extent.num_heads_q,
-        num_heads_kv=args.key.shape[heads_at],
+        num_heads_kv=int(args.key.shape[heads_at]),
         seqlen_q=extent.seqlen_q,
         seqlen_kv=extent.seqlen_kv,
-        head_dim_qk=args.query.shape[-1],
-        head_dim_v=args.value.shape[-1],
+        head_dim_qk=int(args.query.shape[-1]),
+        head_dim_v=int(args.value.shape[-1]),
         layout=cast("Layout", args.layout),
         phase="training" if args.training else "inference",
         mask=_nodes(mask, extent, look=look),
@@ -134,8 +143,18 @@ def call_of(args: Arguments, extent: Extent, mask: Mask | None, *, look: bool) -
         return_lse=args.return_lse,
         qkv_requires_grad=_trains_inputs(args, bias),
         strides=_strides(args, heads_at),
-        context=Context(transform=cast("Transform | None", args.transform), dispatch_mode=args.dispatch_mode),
+        context=Context(
+            compiled=args.traced,
+            cuda_graph=_is_captured(args),
+            transform=cast("Transform | None", args.transform),
+            dispatch_mode=args.dispatch_mode,
+        ),
     )
+
+
+def _is_captured(args: Arguments) -> bool:
+    """Asked when a route is made: a call that was warmed up before a capture has one already."""
+    return not args.traced and args.query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def dtype_word(dtype: torch.dtype) -> Dtype:
@@ -173,7 +192,7 @@ def _bias(args: Arguments, bias: Tensor | None) -> Bias | None:
     full = as_4d(bias)
     return DenseBias(
         dtype=dtype_word(bias.dtype),
-        shape=tuple(bias.shape),
+        shape=tuple(example(n) for n in bias.shape),
         requires_grad=follows and bias.requires_grad,
         last_dim_contiguous=full.stride(-1) == 1,
         aligned=args.transform is not None or is_aligned(full),
@@ -203,4 +222,4 @@ def _strides(args: Arguments, heads_at: int) -> Strides:
 def _aligned(tensor: Tensor) -> bool:
     """Start and rows at multiples of 16 bytes; rows without a gap between them are as they must be."""
     gapless = tensor.is_contiguous() or tensor.transpose(1, 2).is_contiguous() or tensor.stride(-1) != 1
-    return tensor.data_ptr() % 16 == 0 if gapless else is_packed(tensor)
+    return address(tensor) % 16 == 0 if gapless else is_packed(tensor)

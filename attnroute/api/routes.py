@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from attnroute.api.question import Arguments, bias_of, call_of, extent_of, mask_of
+from attnroute.api import failures, guards
+from attnroute.api.question import Arguments, bias_of, call_of, example_of, extent_of, mask_of
 from attnroute.api.validate import check_extras, check_tensors
 from attnroute.call import AnyNode, Call, FunctionNode, NotNode
 from attnroute.engine.classes import class_of
@@ -25,6 +26,7 @@ from attnroute.masks.lowered import FULL, LoweredMask
 from attnroute.masks.nodes import Extent
 from attnroute.masks.ragged import Ragged
 from attnroute.masks.tensors import remember
+from attnroute.masks.tracing import is_exporting
 from attnroute.probes.torch_host import host_of
 from attnroute.report.log import announce
 from attnroute.report.text import render_failure, render_quadratic
@@ -33,6 +35,8 @@ from attnroute.tables.load import Tables, load
 from attnroute.vocabulary import SLOW_TIER
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attnroute.policy import Policy
 
 ROUTE_LIMIT = 16384
@@ -77,9 +81,24 @@ def lookup(key: object) -> Route | None:
 
 
 def forget() -> None:
-    """Drop every remembered route, e.g. after tables changed."""
+    """Drop every remembered route, e.g. after tables changed, and every remembered failure."""
     _ROUTES.clear()
     _CLASSES.clear()
+    failures.forget()
+
+
+def drop(backend: str, concerns: Callable[[Decision], bool]) -> list[Decision]:
+    """Drop the routes to a backend whose decision `concerns` picks out; return these decisions."""
+    routes = {key: r.decision for key, r in _ROUTES.copy().items()}
+    memories: tuple[tuple[dict[Any, Any], dict[object, Decision]], ...]
+    memories = ((_ROUTES, routes), (_CLASSES, _CLASSES.copy()))
+    gone = []
+    for memory, decisions in memories:
+        for key, decision in decisions.items():
+            if decision.selected == backend and concerns(decision):
+                memory.pop(key, None)
+                gone.append(decision)
+    return gone
 
 
 def make(args: Arguments, policy: Policy, key: object) -> Route:
@@ -90,19 +109,46 @@ def make(args: Arguments, policy: Policy, key: object) -> Route:
         NoBackendError: No backend may run the call; the message holds every reason.
     """
     call, host, tables = _question(args, policy)
+    route = _route(args, call, _decided(call, host, tables, policy))
+    # What is chosen while a CUDA graph is captured may compile nothing; other calls may.
+    if not call.context.cuda_graph:
+        _remember(_ROUTES, key, route)
+    return route
+
+
+def trace(args: Arguments, policy: Policy) -> Route:
+    """Decide for the tensors of a tracer; the lengths that it leaves open stay open as far as rows allow.
+
+    Raises:
+        ArgumentError: The arguments mean nothing.
+        NoBackendError: No backend may run the call; the message holds every reason.
+    """
+    call, host, tables = _question(args, policy)
+    extent = extent_of(args)
+    if is_exporting():
+        # An exported program is never traced anew, so what is chosen must do for every length.
+        call = guards.open_lengths(call, extent)
+        return _route(args, call, _decided(call, host, tables, policy))
+    decision = _decided(call, host, tables, policy)
+    guards.hold(call, extent, host.arch, tables)
+    return _route(args, call, decision)
+
+
+def _decided(call: Call, host: Host, tables: Tables, policy: Policy) -> Decision:
+    """Return the decision for a class of calls, made once."""
+    policy = failures.known(call, host, policy)
     group = class_of(call, host.arch, tables)
     where = None if group is None else (group, host, policy.key, tables)
     decision = _CLASSES.get(where)
-    if decision is None:
-        decision = decide(call, host, tables, policy)
-        _check(decision, policy)
-        announce(decision, explain_mode())
-    route = _route(args, call, decision)
-    _remember(_ROUTES, key, route)
+    if decision is not None:
+        return decision
+    decision = decide(call, host, tables, policy)
+    _check(decision, policy)
+    announce(decision, explain_mode())
     # The slow tier says its bytes, which every length changes, so each of its calls is decided by itself.
     if where is not None and decision.selected not in SLOW_TIER:
         _remember(_CLASSES, where, decision)
-    return route
+    return decision
 
 
 def _remember(memory: dict[Any, Any], key: object, value: object) -> None:
@@ -117,7 +163,7 @@ def _check(decision: Decision, policy: Policy) -> None:
         raise NoBackendError(render_failure(decision), decision)
     verdict = decision.verdict(decision.selected)
     if decision.selected in SLOW_TIER and verdict.score_bytes > policy.quadratic_limit_bytes:
-        warnings.warn(render_quadratic(decision), QuadraticAttentionWarning, stacklevel=5)
+        warnings.warn(render_quadratic(decision), QuadraticAttentionWarning, stacklevel=6)
 
 
 def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Decision:
@@ -127,7 +173,7 @@ def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Dec
         ArgumentError: The arguments mean nothing.
     """
     call, host, tables = _question(args, policy)
-    decision = decide(call, host, tables, policy, advise=advise)
+    decision = decide(call, host, tables, failures.known(call, host, policy), advise=advise)
     return _with_compile_time(decision, call, args) if advise else decision
 
 
@@ -151,9 +197,10 @@ def _question(args: Arguments, policy: Policy) -> tuple[Call, Host, Tables]:
     check_tensors(args)
     extent = extent_of(args)
     check_extras(args, extent)
-    # The key of a call inside a transform does not hold what a look would find.
-    look = policy.recognize and args.transform is None
-    call = call_of(args, extent, mask_of(args), look=look)
+    # The key of a call inside a transform does not hold what a look would find, and a tracer's masks have
+    # nothing to look at.
+    look = policy.recognize and args.transform is None and not args.traced
+    call = call_of(args, example_of(extent), mask_of(args), look=look)
     host = host_of(args.query.device.type, args.query.device.index)
     return call, host, load(policy.tables)
 
@@ -201,6 +248,8 @@ def _route(args: Arguments, call: Call, decision: Decision) -> Route:
         return_lse=args.return_lse,
         device_type=args.query.device.type,
         options=verdict.options,
+        deterministic=bool(args.deterministic),
+        may_reroute=decision.policy.require is None and not decision.policy.strict,
     )
     if verdict.backend == COMPILES:
         from attnroute.api import compiling
@@ -235,7 +284,8 @@ def _lowered(parts: tuple[Mask, ...], extent: Extent) -> LoweredMask:
 
 def _simplified(lowered: LoweredMask, extent: Extent) -> LoweredMask:
     """Open the sides of the band that rule nothing out, as `masks.normalize` does for the decision."""
-    if lowered.diagonal is not None:
+    # An exported program holds for all lengths, also for those at which the band rules something out.
+    if lowered.diagonal is not None or is_exporting():
         return lowered
     low, high = lowered.band_lo, lowered.band_hi
     if 0 in (extent.seqlen_q, extent.seqlen_kv):
@@ -255,7 +305,7 @@ def _lower(inputs: Inputs, route: Route, args: Arguments) -> None:
         return _lowered(_parts(mask_of(args), route.seen, extent), extent)
 
     # Tensors that are made inside a transform belong to it.
-    if owner is None or not route.keeps or args.transform is not None:
+    if owner is None or not route.keeps or args.transform is not None or args.traced:
         inputs.mask = make()
         return
     band: object = (args.is_causal, args.window, args.causal_alignment)

@@ -59,13 +59,18 @@ def _repaired(call: Call) -> Hashable:
     return apply("to_varlen", call) is None, rows
 
 
-@lru_cache(maxsize=64)
 def length_conditions(tables: Tables, arch: str) -> tuple[Condition, ...]:
     """Return every condition on a length that a row or a declared order of an architecture has."""
+    return conditions_on(LENGTH_FACTS, tables, arch)
+
+
+@lru_cache(maxsize=64)
+def conditions_on(fields: frozenset[str], tables: Tables, arch: str) -> tuple[Condition, ...]:
+    """Return every condition on some fields that a row or a declared order of an architecture has."""
     found: dict[str, Condition] = {}
     for box in _boxes(tables, arch):
         for field, spec in box.items():
-            if _names(field, spec) & LENGTH_FACTS:
+            if _names(field, spec) & fields:
                 found[f"{field} {spec}"] = (field, spec)
     return tuple(found.values())
 

@@ -176,6 +176,8 @@ def _exclusion(backend: str, status: Status, policy: Policy) -> Exclusion | None
         return Exclusion(reason="not_allowed", origin=policy.origin_of("allow"))
     if policy.strict and backend in SLOW_TIER:
         return Exclusion(reason="strict", origin=policy.origin_of("strict"))
+    if (said := dict(policy.failed).get(backend)) is not None:
+        return Exclusion(reason="failed", origin=said)
     if status == "unknown" and (policy.strict or not policy.allow_unknown):
         setting = "strict" if policy.strict else "allow_unknown"
         return Exclusion(reason="unknown", origin=policy.origin_of(setting))

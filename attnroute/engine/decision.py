@@ -19,9 +19,14 @@ class _Part(BaseModel):
 
 
 class Exclusion(_Part):
-    """Why policy keeps a backend out, whatever its verdict."""
+    """Why policy keeps a backend out, whatever its verdict.
 
-    reason: Literal["banned", "not_allowed", "not_required", "strict", "unknown"]
+    Attributes:
+        reason: What keeps it out; "failed" where its kernel was refused in this process.
+        origin: Who said so, of a failure what the backend said.
+    """
+
+    reason: Literal["banned", "not_allowed", "not_required", "strict", "failed", "unknown"]
     origin: str
 
 

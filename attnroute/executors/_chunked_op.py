@@ -18,12 +18,16 @@ from attnroute.executors._chunked_call import Call, Saved, plain
 from attnroute.executors._chunked_forward import run_forward
 from attnroute.executors._chunked_plan import Limits
 from attnroute.executors._chunked_tile import Extras, Spec
+from attnroute.executors._op_lists import no_gradient
+from attnroute.masks.flat_lowered import Flat, flatten, restore
+from attnroute.masks.lowered import LoweredMask
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? slopes, Tensor? sink, Tensor? key_keep,"
     " Tensor? ids_q, Tensor? ids_kv, Tensor? dense, Tensor? seed,"
     " float scale, float softcap, float dropout_p,"
-    " SymInt? band_lo, SymInt? band_hi, SymInt[]? bounds, SymInt? block_q"
+    " SymInt? band_lo, SymInt? band_hi, SymInt[]? bounds, SymInt? block_q,"
+    " str program, Tensor[] program_tensors, SymInt[] program_numbers"
 )
 _GRADS = 6
 """Query, key, value, bias, slopes and sink, in the order of the arguments."""
@@ -35,27 +39,32 @@ def attend_compiled(
     """Return output and log-sum-exp through the operator, whose arguments are tensors and numbers.
 
     Raises:
-        AttnRouteError: The call has functions.
+        AttnRouteError: The call has functions, or blocks, which have one.
     """
-    if spec.program is not None or spec.score_mod is not None:
+    if spec.score_mod is not None or (spec.program is not None and _has_functions(spec.program)):
         raise AttnRouteError(
-            "backend 'chunked' requires a mask of bands, tokens and tensors, and no score_mod, inside a"
-            " compiled graph; got a function, or a mask that is evaluated like one; call"
-            " attnroute.attention(), which runs outside of the graph."
+            "backend 'chunked' requires a mask and scores without functions inside a compiled graph; got one;"
+            " call attnroute.attention(), which then runs outside of the graph."
         )
     limits = spec.limits
+    program = Flat("", [], []) if spec.program is None else flatten(spec.program)
     bounds = None if limits.bounds is None else list(limits.bounds)
     tensors = (extras.bias, extras.slopes, extras.sink)
     masks = (extras.key_keep, extras.ids_q, extras.ids_kv, extras.dense)
     numbers = (spec.scale, spec.softcap, spec.dropout_p, limits.band_lo, limits.band_hi, bounds, spec.block_q)
-    out, lse, _, _ = _forward(query, key, value, *tensors, *masks, seed, *numbers)
+    out, lse, _, _ = _forward(query, key, value, *tensors, *masks, seed, *numbers, *program)
     return out, lse
+
+
+def _has_functions(mask: LoweredMask) -> bool:
+    parts = (*mask.exclude, *(part for alternatives in mask.either for part in alternatives))
+    return bool(mask.functions or mask.sparse) or any(_has_functions(part) for part in parts)
 
 
 def _call(arguments: tuple[Any, ...]) -> tuple[Call, AbstractContextManager[None]]:
     """Read the operator's arguments back."""
     query, key, value, *extras = arguments[:10]
-    seed, scale, softcap, dropout_p, band_lo, band_hi, bounds, block_q = arguments[10:]
+    seed, scale, softcap, dropout_p, band_lo, band_hi, bounds, block_q, *program = arguments[10:]
     spec = Spec(
         scale=scale,
         softcap=softcap,
@@ -63,6 +72,7 @@ def _call(arguments: tuple[Any, ...]) -> tuple[Call, AbstractContextManager[None
         seed=0 if seed is None else int(seed),
         limits=Limits(band_lo, band_hi, None if bounds is None else tuple(bounds)),
         block_q=block_q,
+        program=restore(*program) if program[0] else None,
     )
     return Call.build(query, key, value, Extras(*extras), spec), plain(query)
 
@@ -115,16 +125,19 @@ def _(*arguments: Any) -> list[Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     out, _, row_max, row_sum = output
-    ctx.save_for_backward(*inputs[:11], out, row_max, row_sum)
-    ctx.numbers = inputs[11:]
+    text, tensors, numbers = inputs[-3:]
+    ctx.save_for_backward(*inputs[:11], *tensors, out, row_max, row_sum)
+    ctx.numbers, ctx.program = inputs[11:-3], (text, numbers)
 
 
-def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Tensor) -> tuple[Any, ...]:
     *tensors, out, row_max, row_sum = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:_GRADS])
-    found = iter(_backward(*tensors, *ctx.numbers, out, row_max, row_sum, grad_out, grad_lse, wanted))
+    (text, numbers), masks = ctx.program, tensors[11:]
+    asked = (*tensors[:11], *ctx.numbers, text, masks, numbers)
+    found = iter(_backward(*asked, out, row_max, row_sum, grad_out, grad_lse, wanted))
     grads = [next(found) if wants else None for wants in wanted]
-    return *grads, *(None,) * (len(ctx.needs_input_grad) - _GRADS)
+    return *grads, *(no_gradient(value) for value in asked[_GRADS:])
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -14,6 +14,7 @@ from attnroute.masks.blocks import BLOCK, Guess, guess
 from attnroute.masks.mods import Names, entry, expression, scalar
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import as_4d, remember
+from attnroute.masks.tracing import is_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -75,7 +76,7 @@ def blocked(inputs: Inputs) -> Blocked:
         return Blocked(asked, _tensors(given), tuple(given.BLOCK_SIZE))
     query, key = inputs.query, inputs.key
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
-    if mask.is_band_only:
+    if mask.is_band_only and not is_tracing():
         return _of_band(mask, extent)
     owner, band = inputs.mask_owner, (mask.band_lo, mask.band_hi)
     # The expression names the mask's own tensors, which what is kept with them may not hold.

@@ -60,6 +60,8 @@ class Plan:
         return_lse: The caller wants the log-sum-exp.
         device_type: "cpu" or "cuda".
         options: Tile options that table rows state for the kernel, by name.
+        deterministic: Only deterministic algorithms may run.
+        may_reroute: A kernel that refuses to start may be replaced, as nobody asked for it or for strictness.
     """
 
     backend: str
@@ -68,3 +70,5 @@ class Plan:
     return_lse: bool
     device_type: str
     options: tuple[tuple[str, int | bool | str], ...] = ()
+    deterministic: bool = False
+    may_reroute: bool = False

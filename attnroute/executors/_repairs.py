@@ -18,6 +18,7 @@ from attnroute.executors._sink import run_with_sink
 from attnroute.masks.lowered import LoweredMask
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import additive, build, remember
+from attnroute.masks.tracing import address, is_tracing
 from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE
 
 PREPARED_LIMIT_BYTES: Final = 2**30
@@ -89,7 +90,7 @@ def _dense(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
         return additive(allowed, inputs.bias, query.dtype)
 
     size = extent.seqlen_q * extent.seqlen_kv * query.element_size()
-    if inputs.bias is None and inputs.mask.is_band_only and size <= BAND_LIMIT_BYTES:
+    if inputs.bias is None and inputs.mask.is_band_only and size <= BAND_LIMIT_BYTES and not is_tracing():
         return _band(inputs.mask, extent, query.dtype if as_bias else torch.bool)
     if inputs.bias is not None or inputs.mask_owner is None:
         return make()
@@ -144,7 +145,7 @@ def is_packed(tensor: Tensor) -> bool:
     rows = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     if any(n > 1 and s * size % 16 for n, s in rows):
         return False
-    return (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1) and tensor.data_ptr() % 16 == 0
+    return (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1) and address(tensor) % 16 == 0
 
 
 def _split(run: Run, inputs: Inputs, plan: Plan, axis: int) -> Output:

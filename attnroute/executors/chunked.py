@@ -18,6 +18,7 @@ from attnroute.executors._chunked_plan import Limits
 from attnroute.executors._chunked_tile import Extras, Spec
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.masks.lowered import LoweredMask
+from attnroute.masks.tracing import is_traced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,7 +119,7 @@ def chunked_attention(
     _check_numbers(query, softcap, dropout_p, block_q)
     # Drawn on the CPU: it follows torch.manual_seed and activation checkpointing, without a synchronisation.
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64) if dropout_p else None
-    compiling = torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling() or is_traced(query)
     spec = Spec(
         scale=query.shape[3] ** -0.5 if scale is None else float(scale),
         softcap=float(softcap),

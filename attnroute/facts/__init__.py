@@ -29,7 +29,7 @@ from attnroute.facts.nested import is_cross, lengths_vary, nested
 from attnroute.vocabulary import DTYPES, Distributed, EmptyRows, Layout, Phase, ScaleSign, Transform
 
 __all__ = ["FACTS", "LENGTH_FACTS", "UNKNOWN", "WORDS", "Facts", "Value", "Varies"]
-__all__ += ["alignment_of", "empty_rows_of", "facts_of", "nested"]
+__all__ += ["alignment_of", "empty_rows_of", "facts_of", "nested", "sizes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +155,12 @@ WORDS: Final[dict[str, tuple[str, ...]]] = {
 
 def facts_of(call: Call) -> Facts:
     """Compute every field of `FACTS` for one call."""
-    return {**_sizes(call), **_mask(call), **_additive(call), **_rest(call)}
+    return {**sizes_of(call), **_mask(call), **_additive(call), **_rest(call)}
 
 
 def _length(call: Call, name: str) -> int | Varies:
-    return Varies() if name in call.context.dynamic else int(getattr(call, name))
+    # Not converted: a tracer's lengths stand in for those of a call (attnroute.api.guards).
+    return Varies() if name in call.context.dynamic else getattr(call, name)
 
 
 def _mod_128(value: int | Varies) -> int | Varies:
@@ -183,7 +184,8 @@ def _is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
-def _sizes(call: Call) -> Facts:
+def sizes_of(call: Call) -> Facts:
+    """Compute the fields that only sizes and dtype say, of a tracer's sizes too."""
     batch = _length(call, "batch")
     seqlen_q, seqlen_kv = _length(call, "seqlen_q"), _length(call, "seqlen_kv")
     varies = isinstance(seqlen_q, Varies) or isinstance(seqlen_kv, Varies)

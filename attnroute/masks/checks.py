@@ -18,11 +18,23 @@ if TYPE_CHECKING:
     from attnroute.masks.nodes import Extent
 
 _ALIGNMENTS = ("top_left", "bottom_right")
+_TRACED = ("FakeTensor", "FunctionalTensor")
+"""What `masks.tracing.is_traced` tells by class; this module knows no torch."""
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
     """Tell a torch.Tensor from a sequence."""
     return hasattr(value, "data_ptr")
+
+
+def is_number(value: object) -> TypeGuard[int]:
+    """Tell an integer, or one that a tracer leaves open."""
+    return isinstance(value, int) or type(value).__name__ == "SymInt"
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether values can be read without waiting for a device: on the CPU, and no tracer's tensor."""
+    return tensor.device.type == "cpu" and type(tensor).__name__ not in _TRACED
 
 
 def alignment(value: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnroute.call import DenseNode, RecognizedNode
 from attnroute.masks.recognize import Rows, recognize
 from attnroute.masks.tensors import as_4d, is_aligned, is_wrapped, may_remember, remember
+from attnroute.masks.tracing import example
 
 if TYPE_CHECKING:
     from attnroute.masks.nodes import Extent, Mask
@@ -53,7 +54,7 @@ def dense_node(tensor: Tensor, extent: Extent, *, look: bool) -> DenseNode:
     """Return a bool tensor as data, with what a look into it found where a look is allowed."""
     seen = look_into(tensor, extent) if look else None
     return DenseNode(
-        shape=tuple(tensor.shape),
+        shape=tuple(example(n) for n in tensor.shape),
         requires_grad=tensor.requires_grad,
         last_dim_contiguous=tensor.dim() == 0 or tensor.stride(-1) == 1,
         aligned=is_aligned(tensor),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attnroute.masks.region import block_matrices
+from attnroute.masks.tracing import is_tracing
 
 if TYPE_CHECKING:
     from attnroute.masks.lowered import LoweredMask
@@ -78,9 +79,15 @@ def expression(lowered: LoweredMask, names: Names, device: torch.device) -> str:
     return parts[0] if len(parts) == 1 else " & ".join(f"({part})" for part in parts)
 
 
-@lru_cache(maxsize=SCALARS_KEPT)
 def scalar(value: int, device: torch.device) -> Tensor:
-    """Return a number as a 0-D int64 tensor that lives on."""
+    """Return a number as a 0-D int64 tensor that lives on; a tracer's number becomes one of its tensors."""
+    if is_tracing() or not isinstance(value, int):
+        return torch.full((), value, dtype=torch.int64, device=device)
+    return _kept_scalar(value, device)
+
+
+@lru_cache(maxsize=SCALARS_KEPT)
+def _kept_scalar(value: int, device: torch.device) -> Tensor:
     with torch.inference_mode(mode=False):
         return torch.tensor(value, device=device)
 

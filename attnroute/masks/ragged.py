@@ -146,5 +146,5 @@ class Ragged(Mask):
 
 
 def _check_count(name: str, value: object, to_do: str) -> None:
-    if value is not None and not (isinstance(value, int) and value >= 0):
+    if value is not None and not (checks.is_number(value) and value >= 0):
         raise argument_error(name, "a count of at least 0, or None", repr(value), to_do)

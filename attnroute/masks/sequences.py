@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attnroute.errors import argument_error
+from attnroute.masks.checks import is_readable
 from attnroute.masks.tensors import may_remember, remember
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Rows(NamedTuple):
 
 def check_sums(name: str, sums: Tensor, total: int) -> None:
     """Raise unless sums rise from 0 to a number of tokens; those on a device are not looked at."""
-    if sums.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not is_readable(sums):
         return
     values = sums.tolist()
     if values != sorted(values) or (values[0], values[-1]) != (0, total):
@@ -56,7 +57,7 @@ def check_sums(name: str, sums: Tensor, total: int) -> None:
 
 def check_longest(name: str, bound: int | None, sums: Tensor) -> None:
     """Raise where a sequence of sums on the CPU is longer than a bound that was given."""
-    if bound is None or sums.device.type != "cpu" or torch.compiler.is_compiling():
+    if bound is None or torch.compiler.is_compiling() or not is_readable(sums):
         return
     longest = int(sums.diff().max())
     if bound < longest:
@@ -94,7 +95,9 @@ def clamped(sums: Tensor, total: int) -> Tensor:
     with the last, so that a kernel reads nothing behind them and writes every row.
     """
     covering = sums.to(torch.int64).clamp(0, total).cummax(0).values
-    covering[0], covering[-1] = 0, total
+    # Written with fill_, because an assignment of numbers waits for a CUDA device.
+    covering[:1].fill_(0)
+    covering[-1:].fill_(total)
     return covering.to(torch.int32)
 
 

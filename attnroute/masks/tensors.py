@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from attnroute.errors import argument_error
 from attnroute.masks import checks
 from attnroute.masks.region import allowed, whole
+from attnroute.masks.tracing import address, is_traced
 
 if TYPE_CHECKING:
     from attnroute.masks.bands import PrefixLM
@@ -92,7 +93,7 @@ def aligned(tensor: Tensor) -> Tensor:
         return tensor
     pad = -tensor.shape[-1] % ALIGN
     copy = torch.nn.functional.pad(tensor, (0, pad)) if pad else tensor.contiguous()
-    if copy.data_ptr() == tensor.data_ptr():
+    if copy is tensor or (not is_traced(tensor) and copy.data_ptr() == tensor.data_ptr()):
         copy = tensor.clone(memory_format=torch.contiguous_format)
     return copy[..., : tensor.shape[-1]]
 
@@ -102,7 +103,7 @@ def is_aligned(tensor: Tensor) -> bool:
     if is_wrapped(tensor):
         return True
     strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return all(s % ALIGN == 0 for n, s in strides if n > 1) and tensor.data_ptr() % 16 == 0
+    return all(s % ALIGN == 0 for n, s in strides if n > 1) and address(tensor) % 16 == 0
 
 
 def as_4d(tensor: Tensor) -> Tensor:
@@ -171,10 +172,11 @@ def _covering(sums: Tensor, extent: Extent) -> Tensor:
     On the CPU wrong ones are refused. A device is not waited for: there the first document starts with the
     sequence and the last one ends with it, so that a kernel reads nothing behind it and writes every row.
     """
-    if sums.device.type == "cpu":
+    if checks.is_readable(sums):
         checks.prefix_sums(sums, extent.seqlen_kv)
     covering = sums.to(device=extent.device, dtype=torch.int64).clamp(0, extent.seqlen_kv).cummax(0).values
-    covering[0], covering[-1] = 0, extent.seqlen_kv
+    covering[:1].fill_(0)
+    covering[-1:].fill_(extent.seqlen_kv)
     return covering
 
 
@@ -215,7 +217,7 @@ def prepare(mask: Mask, extent: Extent, make: Callable[[], LoweredMask]) -> Lowe
 
 def tensor_key(tensor: Tensor) -> tuple[object, ...]:
     """Return what a decision may depend on, without looking at values."""
-    memory = None if is_wrapped(tensor) else (tensor.stride(), tensor.data_ptr() % 16 == 0)
+    memory = None if is_wrapped(tensor) else (tensor.stride(), address(tensor) % 16 == 0)
     return (tensor.dtype, tuple(tensor.shape), memory, tensor.requires_grad)
 
 
@@ -242,6 +244,8 @@ def may_remember(owner: object) -> bool:
     if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
         return False
     tensors = _tensors(owner)
+    if any(is_traced(t) for t in tensors):
+        return False
     # What was made before is baked into a graph that is captured, and stale when that is replayed.
     if any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing():
         return False

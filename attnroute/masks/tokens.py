@@ -85,7 +85,7 @@ class Documents(Mask):
         """Documents need as many queries as keys, and lengths that fill them."""
         per_token = {"ids": self.ids, "position_ids": self.position_ids}
         checks.documents(self.lengths, per_token, extent)
-        if self.cu_seqlens is not None and self.cu_seqlens.device.type == "cpu":
+        if self.cu_seqlens is not None and checks.is_readable(self.cu_seqlens):
             checks.prefix_sums(self.cu_seqlens, extent.seqlen_kv)
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
@@ -115,7 +115,7 @@ class Documents(Mask):
         """Return where documents start and end, as far as no device needs to be asked."""
         if self.lengths is not None:
             return tuple(accumulate(self.lengths, initial=0))
-        if self.cu_seqlens is None or self.cu_seqlens.device.type != "cpu":
+        if self.cu_seqlens is None or not checks.is_readable(self.cu_seqlens):
             return None
         return tuple(self.cu_seqlens.tolist())
 

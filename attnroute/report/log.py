@@ -68,7 +68,17 @@ def log_line(decision: Decision) -> str:
     said = status(verdict, decision).removeprefix("selected").removeprefix(", ")
     prepared = f", {said}," if said else ""
     asked = f"{render(decision.call)} on {decision.host.arch}"
-    return f"attnroute: {decision.selected}{prepared} for {asked}: {why_selected(decision)}"
+    return (
+        f"attnroute: {decision.selected}{prepared} for {asked}: {why_selected(decision)}{_failed(decision)}"
+    )
+
+
+def _failed(decision: Decision) -> str:
+    """Name the backends that would have been asked, had their kernels not been refused."""
+    failed = [v for v in decision.verdicts if v.excluded is not None and v.excluded.reason == "failed"]
+    return "".join(
+        f"; {v.backend} failed in this process ({v.excluded.origin})" for v in failed if v.excluded
+    )
 
 
 def forget() -> None:

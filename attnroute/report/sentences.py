@@ -29,6 +29,7 @@ _EXCLUSIONS: Final = {
     "not_allowed": "not among those that {origin} allows",
     "not_required": "not the one that {origin} requires",
     "strict": "kept out by strict, set by {origin}",
+    "failed": "kept out because it failed in this process: {origin}",
     "unknown": "not chosen without allow_unknown ({origin})",
 }
 _BARRIERS: Final = {

@@ -120,7 +120,7 @@ def _options(verdict: Verdict) -> dict[str, str]:
 
 def _alternatives(decision: Decision) -> list[str]:
     """What could run if the wishes were others: the slow tier is named only where nothing else is."""
-    able = [v for v in sentences.arranged(decision) if v.status == "eligible" and v.excluded is not None]
+    able = [v for v in sentences.arranged(decision) if v.status == "eligible" and _is_unwanted(v)]
     free = [v for v in able if v.backend not in SLOW_TIER] or able
     barriers = list(dict.fromkeys(sentences.barrier(v.excluded) for v in free if v.excluded is not None))
     if not barriers:
@@ -128,6 +128,11 @@ def _alternatives(decision: Decision) -> list[str]:
     names = [v.backend + (f" ({size(v.score_bytes)} of scores)" if v.score_bytes else "") for v in free]
     wish = sentences.listed(barriers, "or")
     return field("hint", f"without {wish}, {sentences.listed(names, 'or')} could run it")
+
+
+def _is_unwanted(verdict: Verdict) -> bool:
+    """A wish keeps it out, and no failure that stays whatever is wished."""
+    return verdict.excluded is not None and verdict.excluded.reason != "failed"
 
 
 def _avoidance(decision: Decision) -> str:

@@ -97,5 +97,5 @@ def test_compiled_dropout_follows_the_seed_and_changes_between_calls():
 
 def test_the_operator_keeps_torchs_rules():
     query, key, value = inputs()
-    arguments = (query, key, value, *(None,) * 8, 0.3, 0.0, 0.0, None, 0, None, None)
+    arguments = (query, key, value, *(None,) * 8, 0.3, 0.0, 0.0, None, 0, None, None, "", [], [])
     torch.library.opcheck(_chunked_op._forward, arguments)

@@ -1,0 +1,64 @@
+"""Which backends refused which calls in this process: they are not asked again for calls like these."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Final
+
+from attnroute.executors import _launch
+from attnroute.facts import LENGTH_FACTS, facts_of
+from attnroute.masks.normalize import normalize
+from attnroute.policy import Policy, merge
+
+if TYPE_CHECKING:
+    from attnroute.call import Call
+    from attnroute.host import Host
+
+_IGNORED: Final = LENGTH_FACTS | {"batch", "compiled", "cuda_graph", "dispatch_mode", "transform"}
+"""A kernel is compiled for all batches and lengths, and refuses eager and traced calls alike."""
+
+_FAILED: dict[Hashable, dict[str, str]] = {}
+_LOCK = threading.Lock()
+
+
+def signature_of(call: Call, host: Host, policy: Policy) -> Hashable:
+    """Return what calls have in common that a backend refuses alike: all but sizes that code does not know.
+
+    Calls with one query, as decoding has them, stand apart: kernels have code of their own for these.
+    """
+    simple = normalize(call)
+    facts = tuple(value for name, value in facts_of(simple).items() if name not in _IGNORED)
+    transform = call.context.transform or policy.transform
+    return (host, facts, transform, simple.seqlen_q > 1, tuple(node.kind for node in simple.mask))
+
+
+def record(signature: Hashable, backend: str, said: str) -> bool:
+    """Remember that a backend refused such calls.
+
+    Returns:
+        Whether that is new.
+    """
+    with _LOCK:
+        known = _FAILED.get(signature, {})
+        # Readers take no lock, so what they may hold is replaced, never changed.
+        _FAILED[signature] = {backend: said, **known}
+        return backend not in known
+
+
+def known(call: Call, host: Host, policy: Policy) -> Policy:
+    """Return the policy with the backends that refused such calls.
+
+    Who requires a backend, or is strict, gets the refusal itself and no other backend, so nothing is added.
+    """
+    if not _FAILED or policy.strict or policy.require is not None:
+        return policy
+    found = _FAILED.get(signature_of(call, host, policy))
+    return policy if found is None else merge(policy, Policy(failed=tuple(sorted(found.items()))))
+
+
+def forget() -> None:
+    """Ask every backend again."""
+    with _LOCK:
+        _FAILED.clear()
+    _launch.forget()

@@ -1,0 +1,70 @@
+"""Lengths that a compiled graph leaves open: it holds for all that a decision treats as it treated one.
+
+A decision is made for the lengths of the call that is traced. Whatever a row or a declared order asks about a
+length is then asked of the tracer's own lengths too, whose answers become conditions of the graph: a length
+with another answer is traced anew, and no other one is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import SymInt
+
+from attnroute.engine.classes import conditions_on
+from attnroute.facts import LENGTH_FACTS, facts_of, sizes_of
+from attnroute.tables import conditions
+
+if TYPE_CHECKING:
+    from attnroute.call import Call
+    from attnroute.masks.nodes import Extent
+    from attnroute.tables.load import Tables
+
+OPEN: Final = frozenset({*LENGTH_FACTS, "batch"})
+"""The fields that a tracer may leave open."""
+
+
+class _Open:
+    """A call whose batch and lengths are those of the tracer."""
+
+    def __init__(self, call: Call, extent: Extent) -> None:
+        self._call = call
+        self.batch, _, self.seqlen_q, self.seqlen_kv, _ = extent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+def hold(call: Call, extent: Extent, arch: str, tables: Tables) -> None:
+    """Make the answers to everything that rows ask about lengths conditions of the graph.
+
+    Args:
+        call: The call that was decided about, with the lengths of the example.
+        extent: The tracer's sizes.
+        arch: The architecture.
+        tables: The capability tables.
+    """
+    if not any(isinstance(n, SymInt) for n in extent[:4]):
+        return
+    open_ = sizes_of(_Open(call, extent))  # type: ignore[arg-type]
+    facts = {**facts_of(call), **{name: open_[name] for name in OPEN}}
+    # Older versions of torch cannot compare an open answer with True.
+    facts["seqlens_equal"] = bool(facts["seqlens_equal"])
+    for field, spec in conditions_on(OPEN, tables, arch):
+        conditions.evaluate(spec, facts[field], facts)
+    if call.mask and extent.seqlen_q > extent.seqlen_kv:
+        # Which queries may attend no key depends on the lengths themselves.
+        _close(extent)
+
+
+def open_lengths(call: Call, extent: Extent) -> Call:
+    """Return the call with the lengths that the tracer leaves open stated as such."""
+    sizes = {"batch": extent.batch, "seqlen_q": extent.seqlen_q, "seqlen_kv": extent.seqlen_kv}
+    dynamic = tuple(name for name, size in sizes.items() if isinstance(size, SymInt))
+    return call.with_(context=call.context.model_copy(update={"dynamic": dynamic}))
+
+
+def _close(extent: Extent) -> None:
+    """Make the lengths constants of the graph."""
+    for length in (extent.seqlen_q, extent.seqlen_kv):
+        int(length)

@@ -1,0 +1,192 @@
+"""The border between what a package refuses and what its kernel does.
+
+Until a kernel is launched nothing has happened, so another backend can run the call. A package refuses in
+many ways: asserts, type errors, compilers that give up. `before_launch` makes one error of them, and lets
+through what the device says, after which nobody knows what ran.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from attnroute.errors import AttnRouteError, KernelRefusedError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch import Tensor
+
+_LINE_LIMIT: Final = 200
+"""Characters of what a package said that are kept."""
+_COLORS: Final = re.compile(r"\x1b\[[0-9;]*m")
+_NO_REFUSALS: Final = frozenset(
+    {"AcceleratorError", "DSLCudaRuntimeError", "MemoryError", "OutOfMemoryError"}
+)
+"""Names of exceptions: older versions of torch lack some, and the last of them is no part of torch."""
+_DEVICE_WORDS: Final = re.compile(
+    r"cuda (driver |runtime )?error|cudaerror|cuda_error_|hip error|triton error|device-side assert"
+    r"|out of memory|cudnn_status_(execution_failed|internal_error)",
+    re.IGNORECASE,
+)
+"""What errors of the device say, whatever class they have."""
+
+
+class Replaced(NamedTuple):
+    """A kernel that was refused where only its executor could put another one in its place.
+
+    Attributes:
+        backend: Whose kernel it is.
+        said: What the package said, in one line.
+        instead: Whose kernel ran.
+        training: It belongs to calls that ask for gradients.
+        dtype: Of the tensors, as "bfloat16"; None = not told, as the head dimensions.
+        head_dim_qk: As the kernel got it, padded perhaps.
+        head_dim_v: The same of the value.
+    """
+
+    backend: str
+    said: str
+    instead: str
+    training: bool = True
+    dtype: str | None = None
+    head_dim_qk: int | None = None
+    head_dim_v: int | None = None
+
+
+Listener = Callable[[Replaced], None]
+
+_LISTENERS: list[Listener] = []
+_REFUSED: dict[Hashable, str] = {}
+
+
+def listen(listener: Listener) -> None:
+    """Call `listener` for every kernel that an executor replaced from now on."""
+    if listener not in _LISTENERS:
+        _LISTENERS.append(listener)
+
+
+def forget() -> None:
+    """Try again what was refused."""
+    _REFUSED.clear()
+
+
+def before_launch(
+    backend: str, *, what: Hashable = None, draws_on: torch.device | None = None
+) -> _BeforeLaunch:
+    """Make one error of all ways in which a package refuses a call; used around the launch of its kernel.
+
+    Args:
+        backend: Whose kernel it is.
+        what: What makes code of its own, by which a refusal is remembered: the package is not asked again.
+            None = ask it every time.
+        draws_on: The device whose random numbers the package draws before the launch, None where it draws
+            none: a kernel that did not run has drawn none.
+
+    Returns:
+        A context manager. Leaving it raises KernelRefusedError from what the package raised, but for errors
+        of the device, a lack of memory and our own errors, which pass.
+    """
+    return _BeforeLaunch(backend, what, draws_on)
+
+
+class _BeforeLaunch:
+    __slots__ = ("_backend", "_draws_on", "_state", "_what")
+
+    def __init__(self, backend: str, what: Hashable, draws_on: torch.device | None) -> None:
+        self._backend = backend
+        self._what = what
+        self._draws_on = draws_on
+        self._state: Tensor | None = None
+
+    def __enter__(self) -> None:
+        if self._what is not None and (said := _REFUSED.get((self._backend, self._what))) is not None:
+            raise _refusal(self._backend, said)
+        if self._draws_on is not None and not _is_captured(self._draws_on):
+            self._state = _generator(self._draws_on).get_state()
+
+    def __exit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
+    ) -> None:
+        if error is None or not _is_refusal(error):
+            return
+        if self._state is not None and self._draws_on is not None:
+            _generator(self._draws_on).set_state(self._state)
+        said = said_by(error)
+        if self._what is not None:
+            # The text alone: an exception holds the frames that it went through, with their tensors.
+            _REFUSED[self._backend, self._what] = said
+        raise _refusal(self._backend, said) from error
+
+
+def _refusal(backend: str, said: str) -> KernelRefusedError:
+    message = (
+        f"backend {backend} refused this call before its kernel was launched: {said}; pass another"
+        f' backend, or keep this one away with override(ban="{backend}").'
+    )
+    return KernelRefusedError(message, backend, said)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    if not isinstance(error, Exception) or isinstance(error, AttnRouteError):
+        return False
+    link: BaseException | None = error
+    while link is not None:
+        if _NO_REFUSALS.intersection(cls.__name__ for cls in type(link).__mro__):
+            return False
+        if _DEVICE_WORDS.search(str(link)):
+            return False
+        link = link.__cause__
+    return True
+
+
+def said_by(error: BaseException) -> str:
+    """Return what a package said in one line: the class of its error and the first line of the text."""
+    lines = (line.strip() for line in _COLORS.sub("", str(error)).splitlines())
+    first = next((line for line in lines if line), "")
+    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return said if len(said) <= _LINE_LIMIT else f"{said[: _LINE_LIMIT - 3]}..."
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Random numbers of a captured graph are those of its replays, which nobody can put back."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def note_backward_failure(
+    backend: str,
+    error: KernelRefusedError,
+    instead: str,
+    *,
+    training: bool = True,
+    qkv: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Tell that a kernel was refused where only its executor could replace it: in a backward, in a graph.
+
+    The user is warned once, and later calls of this kind go to another backend from the start.
+
+    Args:
+        backend: Whose kernel it is.
+        error: What `before_launch` made of it.
+        instead: Whose kernel takes its place.
+        training: It belongs to calls that ask for gradients.
+        qkv: Query, key and value as the kernel got them, head_dim last. Without them every kind of call that
+            the backend was chosen for so far counts as refused.
+    """
+    found = Replaced(backend, error.said, instead, training)
+    if qkv is not None:
+        query, _, value = qkv
+        dtype = str(query.dtype).removeprefix("torch.")
+        found = found._replace(dtype=dtype, head_dim_qk=query.shape[-1], head_dim_v=value.shape[-1])
+    for listener in _LISTENERS:
+        listener(found)

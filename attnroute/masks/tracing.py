@@ -1,0 +1,55 @@
+"""What a tracer holds in place of tensors and lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn import Parameter
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Return whether a tracer holds this tensor: it has a shape, but no memory and no values.
+
+    True for the tensors of torch.compile, torch.export, make_fx with fake tensors, and FakeTensorMode.
+    """
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter:
+        return False
+    return isinstance(tensor, FakeTensor | FunctionalTensor)
+
+
+def is_tracing() -> bool:
+    """Return whether tensors that are made now belong to a tracer: nothing may be kept for later calls."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_exporting() -> bool:
+    """Return whether torch.export traces; before torch 2.7 nobody says so."""
+    asked = getattr(torch.compiler, "is_exporting", None)
+    return asked is not None and asked()
+
+
+def example(size: int | SymInt) -> int:
+    """Return a size as it is in the call that is traced, without telling the tracer that it was looked at."""
+    if not isinstance(size, SymInt):
+        return size
+    node: Any = size.node
+    hint = getattr(node, "hint", None)
+    return int(size) if hint is None else int(hint)
+
+
+def address(tensor: Tensor) -> int:
+    """Return where the first element lies, in bytes.
+
+    A tracer knows only how far into its memory that is, and allocators hand out memory at multiples of more
+    than 16 bytes.
+    """
+    if is_traced(tensor):
+        return example(tensor.storage_offset()) * tensor.element_size()
+    return tensor.data_ptr()

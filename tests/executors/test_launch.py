@@ -1,0 +1,188 @@
+"""The border between a refusal and a failure: what it makes of errors, what it keeps of them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from attnroute.errors import AttnRouteError, KernelRefusedError, NotCompiledError, OverrideError
+from attnroute.executors import _launch
+from attnroute.executors._launch import before_launch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    _launch.forget()
+    yield
+    _launch.forget()
+
+
+def launch(raising=None, asked=None, draws=0, **rest):
+    """Ask a package for a kernel, as an executor does."""
+    with before_launch(rest.pop("backend", "alpha"), **rest):
+        torch.rand(draws)
+        if asked is not None:
+            asked.append(1)
+        if raising is not None:
+            raise raising
+
+
+def refused(raising, **rest):
+    """Return what becomes of an error."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        launch(raising, **rest)
+    return caught.value
+
+
+def test_a_refusal_is_one_error_with_backend_words_and_cause():
+    given = ValueError("head_dim 20 is not supported")
+    got = refused(given)
+    assert type(got) is KernelRefusedError
+    assert isinstance(got, AttnRouteError)
+    assert isinstance(got, RuntimeError)
+    assert got.__cause__ is given
+    assert (got.backend, got.said) == ("alpha", "ValueError: head_dim 20 is not supported")
+    assert str(got) == (
+        "backend alpha refused this call before its kernel was launched: ValueError: head_dim 20 is not"
+        ' supported; pass another backend, or keep this one away with override(ban="alpha").'
+    )
+
+
+def test_an_uncompiled_flex_is_a_refusal_too():
+    given = NotCompiledError("backend flex requires a compiler")
+    assert isinstance(given, KernelRefusedError)
+    assert given.said == str(given)
+    assert refused(given) is given
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "ValueError"),
+        ("  \n\n", "ValueError"),
+        ("\n \x1b[91m  first \x1b[0m\nsecond", "ValueError: first"),
+        ("x" * 500, f"ValueError: {'x' * 185}..."),
+        ("{braces} %s", "ValueError: {braces} %s"),
+    ],
+)
+def test_what_is_kept_of_a_text_is_its_first_line(text, said):
+    got = refused(ValueError(text))
+    assert got.said == said
+    assert len(got.said) <= 200
+
+
+@pytest.mark.parametrize("kind", [OverrideError, KernelRefusedError, NotCompiledError])
+def test_our_own_errors_pass(kind):
+    given = kind("something of ours")
+    assert refused(given) is given
+
+
+@pytest.mark.parametrize("given", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
+def test_what_is_no_exception_passes(given):
+    with pytest.raises(type(given)) as caught, before_launch("alpha", what=1):
+        raise given
+    assert caught.value is given
+    with before_launch("alpha", what=1):
+        pass
+
+
+def test_a_cause_of_the_device_is_found_behind_other_errors():
+    device, middle, last = RuntimeError("CUDA error: invalid argument"), ValueError("b"), TypeError("c")
+    middle.__cause__, last.__cause__ = device, middle
+    assert refused(last) is last
+    middle.__cause__ = None
+    assert type(refused(last)) is KernelRefusedError
+
+
+def test_without_an_error_nothing_happens():
+    before = torch.get_rng_state()
+    for _ in range(2):
+        with before_launch("alpha", what="code", draws_on=CPU):
+            result = 3
+    assert result == 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# A refusal that is remembered.
+
+
+def test_what_was_refused_is_not_asked_again():
+    asked, given = [], AssertionError("no")
+    told = [refused(given, asked=asked, what=("forward", 64)) for _ in range(3)]
+    assert len(asked) == 1
+    assert {(type(e), str(e), e.backend, e.said) for e in told} == {
+        (KernelRefusedError, str(told[0]), "alpha", "AssertionError: no")
+    }
+    for backend, what in (("alpha", ("backward", 64)), ("beta", ("forward", 64)), ("alpha", None)):
+        launch(asked=asked, backend=backend, what=what)
+    assert len(asked) == 4
+    _launch.forget()
+    launch(asked=asked, what=("forward", 64))
+    assert len(asked) == 5
+
+
+def test_what_the_device_says_is_not_remembered():
+    refused(RuntimeError("CUDA error: misaligned address"), what="code")
+    launch(what="code")
+
+
+def test_a_remembered_refusal_keeps_no_tensor_alive():
+    def fails(tensor):
+        with before_launch("alpha", what="code"):
+            raise ValueError(f"shape {tuple(tensor.shape)}")
+
+    tensor = torch.zeros(3)
+    seen = weakref.ref(tensor)
+    with pytest.raises(KernelRefusedError):
+        fails(tensor)
+    del tensor
+    gc.collect()
+    assert seen() is None
+
+
+# Random numbers.
+
+
+def test_random_numbers_of_a_refused_kernel_are_put_back():
+    torch.manual_seed(3)
+    want = torch.rand(2)
+    torch.manual_seed(3)
+    assert type(refused(ValueError("too late"), draws=5, draws_on=CPU)) is KernelRefusedError
+    assert torch.equal(torch.rand(2), want)
+
+
+@pytest.mark.parametrize("raising", [None, RuntimeError("CUDA error: launch failed")])
+def test_random_numbers_of_a_kernel_that_ran_stay_drawn(raising):
+    torch.manual_seed(3)
+    torch.rand(5)
+    want = torch.rand(2)
+    torch.manual_seed(3)
+    if raising is None:
+        launch(draws=5, draws_on=CPU)
+    else:
+        assert refused(raising, draws=5, draws_on=CPU) is raising
+    assert torch.equal(torch.rand(2), want)
+
+
+# Who listens.
+
+
+def test_a_listener_hears_once_what_an_executor_replaced(monkeypatch):
+    monkeypatch.setattr(_launch, "_LISTENERS", [])
+    heard = []
+    hear = heard.append
+    _launch.listen(hear)
+    _launch.listen(hear)
+    error = refused(ValueError("no"))
+    _launch.note_backward_failure("alpha", error, "chunked")
+    qkv = (torch.zeros(2, 5, 4, 16, dtype=torch.bfloat16), torch.zeros(2, 5, 2, 16), torch.zeros(2, 5, 2, 8))
+    _launch.note_backward_failure("alpha", error, "chunked", training=False, qkv=qkv)
+    assert heard == [
+        _launch.Replaced("alpha", "ValueError: no", "chunked"),
+        _launch.Replaced("alpha", "ValueError: no", "chunked", False, "bfloat16", 16, 8),
+    ]
