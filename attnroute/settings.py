@@ -50,6 +50,11 @@ def current() -> Policy:
     return environment() if scoped is None else scoped
 
 
+def is_scoped() -> bool:
+    """Return whether an `override()` is in force here."""
+    return _OVERRIDE.get() is not None
+
+
 @lru_cache(maxsize=1)
 def environment() -> Policy:
     """Return what the environment says, read at the first call."""
@@ -66,6 +71,7 @@ def explain_mode() -> ExplainMode:
 def reload() -> None:
     """Read the environment again at the next call."""
     environment.cache_clear()
+    _merged.cache_clear()
     explain_mode.cache_clear()
 
 
@@ -150,7 +156,18 @@ def call_policy(backend: str | None, prefer: str | Iterable[str] | None) -> Poli
     Raises:
         OverrideError: A backend is not known.
     """
-    return merge(current(), policy_of("attention()", backend=backend, prefer=prefer))
+    wishes = prefer if prefer is None or isinstance(prefer, str) else tuple(prefer)
+    try:
+        return _merged(current(), backend, wishes)
+    except TypeError:
+        # Not hashable, so no name of a backend; the checks say so.
+        return merge(current(), policy_of("attention()", backend=backend, prefer=wishes))
+
+
+@lru_cache(maxsize=256)
+def _merged(below: Policy, backend: str | None, prefer: str | tuple[str, ...] | None) -> Policy:
+    """A model names the same backend in every call."""
+    return merge(below, policy_of("attention()", backend=backend, prefer=prefer))
 
 
 def policy_of(

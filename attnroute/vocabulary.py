@@ -56,6 +56,7 @@ Repair = Literal[
     "from_varlen",
     "to_varlen",
     "sink_from_lse",
+    "backward_from_chunked",
     "expand_kv",
     "pad_head_dim",
     "contiguous",

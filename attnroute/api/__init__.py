@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from attnroute.api import routes, traced
+from attnroute.api import recompute, routes, traced
 from attnroute.api.arguments import collect, route_key
 from attnroute.api.options import Options
 from attnroute.api.question import Arguments
 from attnroute.api.rerouting import reroute
 from attnroute.errors import KernelRefusedError
-from attnroute.settings import call_policy, current
+from attnroute.settings import call_policy, current, is_scoped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -173,6 +173,8 @@ def _attend(*given: Any) -> Tensor | tuple[Tensor, Tensor]:
         return traced.run(args, policy)
     try:
         where = route_key(args, policy)
+        if recompute.hooks(False) is not None or recompute.task() != -1 or recompute.policies or is_scoped():
+            policy, where = recompute.settle(args, policy, where, (backend, prefer))
         route = routes.lookup(where)
     except (AttributeError, RuntimeError, TypeError) as error:
         # What no key can be made of is malformed, and the checks say which argument and how.

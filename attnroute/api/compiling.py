@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnroute.executors import _flex_compile, flex
+from attnroute.executors import _first_call, _flex_compile, flex
 from attnroute.report.log import compiling
 from attnroute.settings import explain_mode
 
@@ -12,16 +12,19 @@ if TYPE_CHECKING:
     from attnroute.executors._flex_compile import Compiled
     from attnroute.executors._inputs import Inputs, Plan
 
-_BACKEND = "flex"
-
 
 def show_progress() -> None:
     """Say on stderr from now on when a structure is compiled, and for how long."""
     _flex_compile.listen(_say)
+    _first_call.listen(_say_first)
 
 
 def _say(found: Compiled, seconds: float | None) -> None:
-    compiling(_BACKEND, found.name, seconds, explain_mode())
+    compiling(found.backend, found.name, seconds, explain_mode())
+
+
+def _say_first(backend: str, text: str, seconds: float | None) -> None:
+    compiling(backend, text, seconds, explain_mode())
 
 
 def seconds(inputs: Inputs, plan: Plan) -> float | None:

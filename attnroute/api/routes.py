@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from attnroute.api import failures, guards
+from attnroute.api import failures, guards, recompute
 from attnroute.api.question import Arguments, bias_of, call_of, example_of, extent_of, mask_of
 from attnroute.api.validate import check_extras, check_tensors
 from attnroute.call import AnyNode, Call, FunctionNode, NotNode
@@ -26,7 +28,8 @@ from attnroute.masks.lowered import FULL, LoweredMask
 from attnroute.masks.nodes import Extent
 from attnroute.masks.ragged import Ragged
 from attnroute.masks.tensors import remember
-from attnroute.masks.tracing import is_exporting
+from attnroute.masks.tracing import is_exporting, is_tracing
+from attnroute.probes import imports, packages
 from attnroute.probes.torch_host import host_of
 from attnroute.report.log import announce
 from attnroute.report.text import render_failure, render_quadratic
@@ -44,8 +47,8 @@ ROUTE_LIMIT = 16384
 
 _PROGRAMMED = (AnyNode, FunctionNode, NotNode)
 
-COMPILES = "flex"
-"""The backend that compiles at the first call of a structure."""
+COMPILES = frozenset({"flex", "flex_fa4"})
+"""The backends that torch compiles at the first call of a structure."""
 
 Output = tuple[Tensor, Tensor | None]
 
@@ -81,10 +84,11 @@ def lookup(key: object) -> Route | None:
 
 
 def forget() -> None:
-    """Drop every remembered route, e.g. after tables changed, and every remembered failure."""
+    """Drop every remembered route, e.g. after tables changed, every remembered failure and forward."""
     _ROUTES.clear()
     _CLASSES.clear()
     failures.forget()
+    recompute.forget()
 
 
 def drop(backend: str, concerns: Callable[[Decision], bool]) -> list[Decision]:
@@ -130,7 +134,7 @@ def trace(args: Arguments, policy: Policy) -> Route:
         call = guards.open_lengths(call, extent)
         return _route(args, call, _decided(call, host, tables, policy))
     decision = _decided(call, host, tables, policy)
-    guards.hold(call, extent, host.arch, tables)
+    guards.hold(decision.model_copy(update={"call": call}), extent, tables)
     return _route(args, call, decision)
 
 
@@ -142,12 +146,23 @@ def _decided(call: Call, host: Host, tables: Tables, policy: Policy) -> Decision
     decision = _CLASSES.get(where)
     if decision is not None:
         return decision
-    decision = decide(call, host, tables, policy)
+    decision = _importable(decide(call, host, tables, policy), tables, policy)
     _check(decision, policy)
     announce(decision, explain_mode())
     # The slow tier says its bytes, which every length changes, so each of its calls is decided by itself.
     if where is not None and decision.selected not in SLOW_TIER:
         _remember(_CLASSES, where, decision)
+    return decision
+
+
+def _importable(decision: Decision, tables: Tables, policy: Policy) -> Decision:
+    """Decide again for as long as what was selected cannot be imported, which only trying it shows."""
+    # A tracer's modes would make fake what packages prepare while they are imported.
+    with _disable_current_modes() if is_tracing() else nullcontext():
+        while decision.selected is not None and imports.settle(decision.selected) is not None:
+            broken = {**decision.host.broken, **packages.broken()}
+            host = decision.host.model_copy(update={"broken": broken})
+            decision = decide(decision.call, host, tables, policy)
     return decision
 
 
@@ -179,7 +194,7 @@ def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Dec
 
 def _with_compile_time(decision: Decision, call: Call, args: Arguments) -> Decision:
     """Say how long the structure of the call took to compile, where it was compiled already."""
-    if decision.selected != COMPILES:
+    if decision.selected not in COMPILES:
         return decision
     # Imported for calls that need it: FlexAttention takes torch a tenth of a second to import.
     from attnroute.api import compiling
@@ -251,7 +266,7 @@ def _route(args: Arguments, call: Call, decision: Decision) -> Route:
         deterministic=bool(args.deterministic),
         may_reroute=decision.policy.require is None and not decision.policy.strict,
     )
-    if verdict.backend == COMPILES:
+    if verdict.first_call_seconds is not None:
         from attnroute.api import compiling
 
         compiling.show_progress()

@@ -12,6 +12,7 @@ from attnroute.errors import ArgumentError, did_you_mean
 from attnroute.host import Host
 from attnroute.probes.packages import PROVIDERS
 from attnroute.report.sentences import listed
+from attnroute.tables.alternatives import names_in
 from attnroute.tables.load import Tables
 from attnroute.tables.releases import companions_of, known
 from attnroute.tables.versions import comparable, version_of
@@ -57,14 +58,20 @@ def host_of(args: argparse.Namespace, tables: Tables) -> tuple[Host, str]:
     without = [_name("--without", word, names) for word in args.without]
     changes: dict[str, str | None] = {**given, **dict.fromkeys(without)}
     if args.host is not None:
-        return Host.from_file(args.host).with_versions(changes), ""
+        return _changed(Host.from_file(args.host), changes), ""
     if args.arch is None:
-        return probed().with_versions(changes), ""
+        return _changed(probed(), changes), ""
     if args.arch not in tables.arch_names:
         near = did_you_mean(args.arch, tables.arch_names) or "."
         raise ArgumentError(f'--arch requires one of {", ".join(tables.arch_names)}; got "{args.arch}"{near}')
     assumed, why = _assumed(args.arch, given, without)
     return Host(arch=args.arch, versions={**assumed, **given}), why
+
+
+def _changed(host: Host, changes: dict[str, str | None]) -> Host:
+    """Return a machine with other versions. What a flag names is as the flag says, and no longer broken."""
+    broken = {name: problem for name, problem in host.broken.items() if name not in changes}
+    return host.with_versions(changes).model_copy(update={"broken": broken})
 
 
 def probed() -> Host:
@@ -125,7 +132,7 @@ def _said(assumed: dict[str, str], source: str) -> str:
 
 def _names(tables: Tables) -> tuple[str, ...]:
     infos = (tables.info(arch, backend) for arch in tables.arch_names for backend in tables.backends)
-    needed = [name for info in infos for name in info.needs]
+    needed = names_in(need for info in infos for need in info.needs)
     return tuple(dict.fromkeys(["torch", *_WHEEL, *needed, *PROVIDERS]))
 
 

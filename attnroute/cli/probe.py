@@ -1,4 +1,7 @@
-"""`attnroute probe`: this machine as JSON, for `--host` and for bug reports."""
+"""`attnroute probe`: this machine as JSON, for `--host` and for bug reports.
+
+Installed packages are imported for it, so that what it prints is known to be true of each of them.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,20 @@ def run(words: list[str]) -> int:
     Parser("probe", "Print this machine as JSON; torch's own switches that are off go to stderr.").parse_args(
         words
     )
+    probed()
+    settle_installed()
     print(probed().model_dump_json(indent=2))
     for name in switched_off():
         said = f"torch.backends.cuda.{name}() is False here, which binds torch's own selector only"
         print(f"attnroute: {said}.", file=sys.stderr)
     return 0
+
+
+def settle_installed() -> None:
+    """Import every installed package that a backend rests on; what cannot be imported is then broken."""
+    from attnroute.probes import imports
+
+    imports.settle_installed()
 
 
 def switched_off() -> list[str]:

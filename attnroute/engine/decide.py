@@ -61,7 +61,10 @@ def decide(
     )
     if not advise:
         return decision
-    advice = {"hints": what_if.hints(decision, tables, decide), "stock": stock.predict(call, host, tables)}
+    advice = {
+        "hints": what_if.hints(decision, tables, decide, judge),
+        "stock": stock.predict(call, host, tables),
+    }
     return decision.model_copy(update=advice)
 
 

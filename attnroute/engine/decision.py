@@ -76,14 +76,21 @@ class Hint(_Part):
     Attributes:
         kind: mask_object, install, upgrade, dropout, deterministic, pad_seqlen.
         change: What changes, e.g. "flash-attn-4" or "causal".
-        version: A version that would do, for install and upgrade.
+        version: The lowest version that would do, for install and upgrade; None where any would.
+        below: The first version above it that would not do any more, or that the tables do not know; None
+            where there is none.
+        also: What has to be installed together with it: distribution, version and below of each.
         selects: The backend that would then be selected.
+        allows: For an upgrade that lifts what blocks a backend and does not select it: that backend.
     """
 
     kind: Literal["mask_object", "install", "upgrade", "dropout", "deterministic", "pad_seqlen", "repair"]
     change: str
     version: str | None = None
+    below: str | None = None
+    also: tuple[tuple[str, str | None, str | None], ...] = ()
     selects: str
+    allows: str | None = None
 
 
 class Decision(_Part):

@@ -10,6 +10,7 @@ from attnroute.engine.needs import needed_features
 from attnroute.facts import Facts, facts_of
 from attnroute.host import Host
 from attnroute.tables import conditions
+from attnroute.tables.alternatives import alternatives, names_in
 from attnroute.tables.schema import AnyOf, BackendInfo, Box, Option, Order, Rule
 from attnroute.tables.versions import contains, version_of
 
@@ -55,10 +56,12 @@ def evaluate_rows(
 
 
 def missing_needs(host: Host, info: BackendInfo) -> tuple[str, ...]:
-    """Return what the backend needs and the host has not, or has broken."""
-    return tuple(
-        name for name in info.needs if version_of(name, host.versions) is None or name in host.broken
-    )
+    """Return what the backend needs and the host has not, or has broken: of alternatives, all of them."""
+    return tuple(need for need in info.needs if not any(_has(host, name) for name in alternatives(need)))
+
+
+def _has(host: Host, name: str) -> bool:
+    return name not in host.broken and version_of(name, host.versions) is not None
 
 
 def certainly_holds(row: Order | Option, call: Call, facts: Facts, host: Host) -> bool:
@@ -82,20 +85,30 @@ def _no_table(arch: str, backend: str) -> Finding:
     )
 
 
+def versions_known_id(backend: str) -> str:
+    """Return the id of the finding that says whether the tables speak about the host's versions."""
+    return f"any/{backend}/versions-known"
+
+
+def versions_outside(info: BackendInfo, host: Host) -> dict[str, str]:
+    """Return the versions of the host that a backend's tables make no statement about, by distribution."""
+    present = {name: version_of(name, host.versions) for name in info.versions_known}
+    return {
+        name: version
+        for name, version in present.items()
+        if version is not None and not contains(info.versions_known[name], name, version)
+    }
+
+
 def _versions_known(backend: str, info: BackendInfo, host: Host) -> Finding:
-    outside = [
-        (name, ranges, version)
-        for name, ranges in info.versions_known.items()
-        if (version := version_of(name, host.versions)) is not None and not contains(ranges, name, version)
-    ]
-    ranges = outside or [
-        (n, r, version_of(n, host.versions) or "none") for n, r in info.versions_known.items()
-    ]
+    outside = versions_outside(info, host)
+    said = outside or {n: version_of(n, host.versions) or "none" for n in info.versions_known}
+    ranges = [f"{name} {_ranges(info.versions_known[name])}" for name in said]
     return Finding(
-        rule=f"any/{backend}/versions-known",
+        rule=versions_known_id(backend),
         outcome="unknown" if outside else "pass",
-        requires=", ".join(f"{name} {_ranges(r)}" for name, r, _ in ranges) or "any version",
-        got=", ".join(f"{name} {version}" for name, _, version in ranges) or "any version",
+        requires=", ".join(ranges) or "any version",
+        got=", ".join(f"{name} {version}" for name, version in said.items()) or "any version",
         because="the tables make no statement about other versions",
     )
 
@@ -161,8 +174,9 @@ def _versions_hold(rule: Rule, host: Host, info: BackendInfo) -> Tri:
     for name, ranges in rule.versions.items():
         version = version_of(name, host.versions)
         if version is None:
-            # What is needed and missing makes the backend unavailable; its version rows say nothing then.
-            parts.append("false" if name in info.needs else "unknown")
+            # What is needed and missing makes the backend unavailable, or something else stands in for it:
+            # its version rows say nothing then.
+            parts.append("false" if name in names_in(info.needs) else "unknown")
         else:
             parts.append("true" if contains(ranges, name, version) else "false")
     return conditions.combine_and(parts)

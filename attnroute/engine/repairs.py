@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from attnroute.call import (
+    AlibiBias,
     AnyNode,
     Call,
     CausalNode,
@@ -28,6 +29,9 @@ from attnroute.masks.normalize import normalize, recognized
 from attnroute.vocabulary import DTYPE_BYTES, GRID_LIMIT, HEAD_DIM_MULTIPLE, EmptyRows, Repair
 
 Change = tuple[Call, int]
+
+_REMADE = (CausalNode, WindowNode, DocumentsNode, KeyPaddingNode)
+"""Masks that a kernel and chunked read in the same form."""
 
 SUMS_LIMIT: Final = 2**31 - 1
 """Tokens: prefix sums of ragged batches are int32."""
@@ -103,6 +107,21 @@ def _sink_from_lse(call: Call) -> Change | None:
         return None
     output = call.batch * call.num_heads_q * call.seqlen_q * call.head_dim_v
     return call.with_(sink=False, return_lse=True), output * DTYPE_BYTES[call.dtype]
+
+
+def _backward_from_chunked(call: Call) -> Change | None:
+    """Run as without gradients, and go back by chunked from the log-sum-exp, which is kept.
+
+    Not with dropout, whose weights are not made again; nor with tensors that the forward would be handed in
+    other forms than the scores are made of, or that train.
+    """
+    bias, transform = call.bias, call.context.transform
+    plain_bias = bias is None or (isinstance(bias, AlibiBias) and not bias.requires_grad)
+    plain_mask = all(isinstance(n, _REMADE) for n in call.mask)
+    if call.phase != "training" or call.dropout_p > 0 or transform or not (plain_bias and plain_mask):
+        return None
+    size = 4 * call.batch * call.num_heads_q * call.seqlen_q
+    return call.with_(phase="inference", return_lse=True, qkv_requires_grad=None), size
 
 
 def _expand_kv(call: Call) -> Change | None:
@@ -260,6 +279,7 @@ _CHANGES: Final[dict[Repair, Callable[[Call], Change | None]]] = {
     "recognize_mask": _recognize,
     "from_varlen": _from_varlen,
     "to_varlen": _to_varlen,
+    "backward_from_chunked": _backward_from_chunked,
     "sink_from_lse": _sink_from_lse,
     "materialize_mask": _materialize,
     "expand_kv": _expand_kv,

@@ -3,43 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from attnroute.call import Call, CausalNode, DenseNode
 from attnroute.engine.decision import Decision, Hint
+from attnroute.engine.other_versions import ANY_VERSION, Judge, Range, installs, upgrades, with_versions
 from attnroute.host import Host
+from attnroute.tables.versions import version_of
 
 if TYPE_CHECKING:
     from attnroute.tables.load import Tables
 
 Decide = Callable[..., Decision]
-_LENGTH_MULTIPLE = 128
-_BUILT_IN = frozenset({"avx2"})
-"""What nobody can install."""
-ANY_VERSION = "0"
-"""What stands for the version of something about whose versions no row asks."""
+MOST_ASKED: Final = 40
+"""Changes that are tried at most."""
+_LENGTH_MULTIPLE: Final = 128
 
 
-def hints(decision: Decision, tables: Tables, decide: Decide) -> tuple[Hint, ...]:
-    """Return the single changes after which another backend would be selected."""
+def hints(decision: Decision, tables: Tables, decide: Decide, judge: Judge) -> tuple[Hint, ...]:
+    """Return the changes after which another backend would be selected, or, for upgrades, be eligible.
+
+    Args:
+        decision: What was decided.
+        tables: The tables that decided it.
+        decide: `engine.decide.decide`, which asks again.
+        judge: `engine.decide.judge`, which asks about one backend.
+    """
     found: list[Hint] = []
-    for hint, call, host in _changes(decision, tables):
-        selected = decide(call, host, tables, decision.policy).selected
-        if selected is not None and selected != decision.selected:
-            found.append(hint.model_copy(update={"selects": selected}))
+    for change in islice(_changes(decision, tables, judge), MOST_ASKED):
+        told = _told(change, decision, decide(change.call, change.host, tables, decision.policy))
+        if told is not None and told not in found:
+            found.append(told)
     return tuple(found)
 
 
-def _changes(decision: Decision, tables: Tables) -> Iterator[tuple[Hint, Call, Host]]:
+class _Change(NamedTuple):
+    """A change that is worth a question; `backend` is the one that it is made for, if it is for one."""
+
+    hint: Hint
+    call: Call
+    host: Host
+    backend: str | None = None
+
+
+def _told(change: _Change, before: Decision, after: Decision) -> Hint | None:
+    """Return what a change would bring, None where that is nothing."""
+    hint, backend = change.hint, change.backend
+    if after.selected is None:
+        return None
+    if after.selected != before.selected and backend in (None, after.selected):
+        return hint.model_copy(update={"selects": after.selected})
+    is_new = backend in after.order and backend not in before.order
+    if hint.kind == "upgrade" and is_new:
+        return hint.model_copy(update={"selects": after.selected, "allows": backend})
+    return None
+
+
+def _changes(decision: Decision, tables: Tables, judge: Judge) -> Iterator[_Change]:
     call, host = decision.call, decision.host
-    yield from ((h, c, host) for h, c in _call_changes(call))
-    for verdict in decision.verdicts:
-        for name in verdict.missing:
-            version = _lowest_known(tables, verdict.backend, name)
-            unbounded = name not in tables.backends[verdict.backend].versions_known
-            if name not in _BUILT_IN and (version is not None or unbounded):
-                hint = Hint(kind="install", change=name, version=version, selects="")
-                yield hint, call, host.with_versions({name: version or ANY_VERSION})
+    yield from (_Change(hint, changed, host) for hint, changed in _call_changes(call))
+    for verdict, ranges in installs(decision, tables, judge):
+        hint = _versions_hint("install", ranges)
+        yield _Change(hint, call, with_versions(host, ranges), verdict.backend)
+    for verdict, found in upgrades(decision, tables, judge):
+        is_there = version_of(found.name, host.versions) is not None
+        hint = _versions_hint("upgrade" if is_there else "install", (found,))
+        yield _Change(hint, call, with_versions(host, (found,)), verdict.backend)
+
+
+def _versions_hint(kind: Literal["install", "upgrade"], ranges: tuple[Range, ...]) -> Hint:
+    said = [(r.name, None if r.version == ANY_VERSION else r.version, r.below) for r in ranges]
+    name, version, below = said[0]
+    return Hint(kind=kind, change=name, version=version, below=below, also=tuple(said[1:]), selects="")
 
 
 def _call_changes(call: Call) -> Iterator[tuple[Hint, Call]]:
@@ -62,12 +98,3 @@ def _call_changes(call: Call) -> Iterator[tuple[Hint, Call]]:
 
 def _has_tensor(call: Call) -> bool:
     return call.bias is not None or any(isinstance(n, DenseNode) for n in call.mask)
-
-
-def _lowest_known(tables: Tables, backend: str, name: str) -> str | None:
-    """Return the lowest version that the backend's table admits, read off its own range."""
-    ranges = tables.backends[backend].versions_known.get(name)
-    if not isinstance(ranges, str):
-        return None
-    lower = [part.strip()[2:].strip() for part in ranges.split(",") if part.strip().startswith(">=")]
-    return lower[0] if lower else None

@@ -46,14 +46,21 @@ def attend_compiled(
             "backend 'chunked' requires a mask and scores without functions inside a compiled graph; got one;"
             " call attnroute.attention(), which then runs outside of the graph."
         )
+    out, lse, _, _ = _forward(*arguments_of(query, key, value, extras, spec, seed=seed))
+    return out, lse
+
+
+def arguments_of(
+    query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec, *, seed: Tensor | None
+) -> tuple[Any, ...]:
+    """Return the operators' common arguments, of a call without functions."""
     limits = spec.limits
     program = Flat("", [], []) if spec.program is None else flatten(spec.program)
     bounds = None if limits.bounds is None else list(limits.bounds)
     tensors = (extras.bias, extras.slopes, extras.sink)
     masks = (extras.key_keep, extras.ids_q, extras.ids_kv, extras.dense)
     numbers = (spec.scale, spec.softcap, spec.dropout_p, limits.band_lo, limits.band_hi, bounds, spec.block_q)
-    out, lse, _, _ = _forward(query, key, value, *tensors, *masks, seed, *numbers, *program)
-    return out, lse
+    return (query, key, value, *tensors, *masks, seed, *numbers, *program)
 
 
 def _has_functions(mask: LoweredMask) -> bool:
@@ -108,7 +115,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         " bool[] wanted) -> Tensor[]"
     ),
 )
-def _backward(*arguments: Any) -> list[Tensor]:
+def backward(*arguments: Any) -> list[Tensor]:
     *asked, out, row_max, row_sum, grad_out, grad_lse, wanted = arguments
     call, context = _call(tuple(asked))
     with context:
@@ -117,7 +124,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
     return [grad for grad in found if grad is not None]
 
 
-@_backward.register_fake
+@backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     inputs, wanted = arguments[:_GRADS], arguments[-1]
     return [torch.empty_like(t) for t, wants in zip(inputs, wanted, strict=True) if wants]
@@ -135,7 +142,7 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Tensor) -> tupl
     wanted = list(ctx.needs_input_grad[:_GRADS])
     (text, numbers), masks = ctx.program, tensors[11:]
     asked = (*tensors[:11], *ctx.numbers, text, masks, numbers)
-    found = iter(_backward(*asked, out, row_max, row_sum, grad_out, grad_lse, wanted))
+    found = iter(backward(*asked, out, row_max, row_sum, grad_out, grad_lse, wanted))
     grads = [next(found) if wants else None for wants in wanted]
     return *grads, *(no_gradient(value) for value in asked[_GRADS:])
 

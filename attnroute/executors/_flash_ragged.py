@@ -123,19 +123,19 @@ def _per_token(lse: Tensor, sums_q: Tensor, total: int) -> Tensor:
     """Return (num_heads_q, total); older kernels pad to (sequences, num_heads_q, longest_q)."""
     if lse.dim() == 2:
         return lse
-    ids, places = _places(sums_q, total)
-    return lse[ids, :, places].T
+    ids, at = places(sums_q, total)
+    return lse[ids, :, at].T
 
 
 def per_sequence(lse: Tensor, sums_q: Tensor, longest_q: int) -> Tensor:
     """Undo what `run` does to a padded log-sum-exp; +inf where a sequence has no such query."""
-    ids, places = _places(sums_q, lse.shape[1])
+    ids, at = places(sums_q, lse.shape[1])
     padded = lse.new_full((sums_q.shape[0] - 1, lse.shape[0], longest_q), math.inf)
-    padded[ids, :, places] = lse.T
+    padded[ids, :, at] = lse.T
     return padded
 
 
-def _places(sums_q: Tensor, total: int) -> tuple[Tensor, Tensor]:
+def places(sums_q: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return each token's sequence and its place in it."""
     tokens = torch.arange(total, dtype=torch.int32, device=sums_q.device)
     ids = torch.searchsorted(sums_q[1:], tokens, right=True, out_int32=True)

@@ -12,6 +12,7 @@ import linecache
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -35,11 +36,13 @@ class Compiled:
 
     Attributes:
         name: What it is, for people.
+        backend: Whose structure it is.
         call: The compiled function.
         seconds: How long each compilation took, in seconds; lengths that change cost a second one.
     """
 
     name: str
+    backend: str = "flex"
     call: Callable[..., Result] | None = None
     seconds: list[float] = field(default_factory=list)
 
@@ -91,12 +94,18 @@ class Settings(NamedTuple):
     size: tuple[int, int]
     options: tuple[tuple[str, Any], ...]
 
+    @property
+    def backend(self) -> str:
+        """The backend whose kernels the options ask for."""
+        return "flex_fa4" if ("BACKEND", "FLASH") in self.options else "flex"
+
 
 def entry(key: Hashable, mask: Part, score: Part, settings: Settings) -> Compiled:
     """Return the entry of a structure; its function is compiled at its first call."""
     found = _COMPILED.get(key)
     if found is None:
-        found = _COMPILED[key] = Compiled(", ".join(t for t in (mask.text, score.text) if t) or "no mask")
+        name = ", ".join(t for t in (mask.text, score.text) if t) or "no mask"
+        found = _COMPILED[key] = Compiled(name, settings.backend)
         function = _function(f"flex_{next(_NUMBERS)}", mask, score, settings)
         found.call = torch.compile(function, backend=_measured(found), fullgraph=True)
     return found
@@ -161,7 +170,7 @@ def _function(name: str, mask: Part, score: Part, settings: Settings) -> Callabl
     space: dict[str, Any] = {
         "torch": torch,
         "is_compiling": torch.compiler.is_compiling,
-        "refuse": _refuse,
+        "refuse": partial(_refuse, settings.backend),
         "attend": _attending(settings),
         "block_mask": _block_mask_maker(settings.size),
     }
@@ -217,10 +226,10 @@ def _block_mask_maker(size: tuple[int, int]) -> Callable[..., flex.BlockMask]:
     return make
 
 
-def _refuse() -> None:
+def _refuse(backend: str) -> None:
     raise NotCompiledError(
-        "backend flex requires torch.compile to compile its call, because uncompiled it computes all scores"
-        f" at once; got a plain call ({_why_plain()}); remove that, or pass another backend."
+        f"backend {backend} requires torch.compile to compile its call, because uncompiled it computes all"
+        f" scores at once; got a plain call ({_why_plain()}); remove that, or pass another backend."
     )
 
 
@@ -235,7 +244,7 @@ def _why_plain() -> str:
 def _limit_message(found: Compiled) -> str:
     limit = torch._dynamo.config.recompile_limit
     return (
-        f"backend flex requires at most {limit} compilations of one structure of mask and scores"
+        f"backend {found.backend} requires at most {limit} compilations of one structure of mask and scores"
         f" ({found.name}); got one more; raise torch._dynamo.config.recompile_limit, or keep numbers that"
         " change in tensors."
     )
@@ -245,9 +254,9 @@ def _failure_message(found: Compiled, error: Exception) -> str:
     inner = getattr(error, "inner_exception", error)
     said = str(inner).strip().partition("\n")[0]
     return (
-        f"backend flex requires code that torch.compile can compile for a mask and its scores ({found.name});"
-        f" got {type(inner).__name__}: {said}; pass another backend, or keep this one away with"
-        ' override(ban="flex").'
+        f"backend {found.backend} requires code that torch.compile can compile for a mask and its scores"
+        f" ({found.name}); got {type(inner).__name__}: {said}; pass another backend, or keep this one away"
+        f' with override(ban="{found.backend}").'
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnroute.executors._inputs import Inputs, Output, Plan
+from attnroute.executors._pair import run_pair
 from attnroute.executors._pieces import BATCH, HEADS, pieces
 from attnroute.executors._sink import run_with_sink
 from attnroute.masks.lowered import LoweredMask
@@ -51,7 +52,10 @@ def run_repaired(run: Run, inputs: Inputs, plan: Plan) -> Output:
     head_dim_v = inputs.value.shape[-1]
     _prepare_qkv(inputs, repairs)
     sink = inputs.sink if "sink_from_lse" in repairs else None
-    out, lse = run(inputs, plan) if sink is None else run_with_sink(run, inputs, plan)
+    if "backward_from_chunked" in repairs:
+        out, lse = run_pair(inputs, plan)
+    else:
+        out, lse = run(inputs, plan) if sink is None else run_with_sink(run, inputs, plan)
     if out.shape[-1] != head_dim_v:
         out = out[..., :head_dim_v]
     if "zero_empty_rows" in repairs and inputs.attn is not None:

@@ -80,11 +80,11 @@ def run_with_sink(run: Run, inputs: Inputs, plan: Plan) -> Output:
         )
     out, lse = run(inputs, _with_lse(plan))
     lse = cast("Tensor", lse)
-    out = _shrunk(out, lse, sink)
-    return out, _total(lse, sink) if plan.return_lse else None
+    out = shrunk(out, lse, sink)
+    return out, total(lse, sink) if plan.return_lse else None
 
 
-def _shrunk(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+def shrunk(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Return `out`, whose memory is new, times the share that the keys keep.
 
     In a row with no key the sink has everything; if it is -inf as well, the difference is NaN.
@@ -93,7 +93,7 @@ def _shrunk(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     return out.mul_(share[..., None])
 
 
-def _total(lse: Tensor, sink: Tensor) -> Tensor:
+def total(lse: Tensor, sink: Tensor) -> Tensor:
     return torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
 
 
@@ -122,7 +122,7 @@ class _WithSink(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         sink = cast("Tensor", tensors[_TENSORS])
         ran = kernel.forward(_inputs(mask, scale, dropout_p, tensors), plan)
-        out, lse = _shrunk(ran.out, ran.lse, sink), _total(ran.lse, sink)
+        out, lse = shrunk(ran.out, ran.lse, sink), total(ran.lse, sink)
         ctx.settings = (kernel, plan, mask, scale, dropout_p)
         # Tensors are saved as autograd wants it, so that checkpoints and offloading see them.
         ctx.constants = tuple(None if isinstance(part, Tensor) else part for part in ran.rest)
@@ -145,7 +145,7 @@ class _WithSink(torch.autograd.Function):
             rest = tuple(c if t is None else t for c, t in zip(ctx.constants, saved, strict=True))
             inputs = _inputs(mask, scale, dropout_p, (query, key, value, attn))
             grads = kernel.backward(inputs, plan, Ran(out, lse, rest), grad_out, tuple(wanted))
-        grad_sink = _sink_gradient(grad_out, out, lse, sink) if sink_wanted else None
+        grad_sink = sink_gradient(grad_out, out, lse, sink) if sink_wanted else None
         return *(None,) * _SETTINGS, *grads, grad_sink
 
 
@@ -154,7 +154,7 @@ def _inputs(mask: LoweredMask, scale: float | None, dropout_p: float, tensors: A
     return Inputs(query, key, value, mask, attn=attn, scale=scale, dropout_p=dropout_p)
 
 
-def _sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Sum in the wide dtype; the only large temporary is one widened output."""
     product = out.to(lse.dtype, copy=True).mul_(grad_out).sum(-1)
     share = torch.exp(sink.to(lse.dtype)[:, None] - lse)

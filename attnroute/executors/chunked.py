@@ -125,9 +125,9 @@ def chunked_attention(
         softcap=float(softcap),
         dropout_p=float(dropout_p),
         seed=0 if seed is None or compiling else int(seed),
-        limits=_limits(mask),
+        limits=limits_of(mask),
         block_q=block_q,
-        program=_program(mask),
+        program=program_of(mask),
         score_mod=score_mod,
     )
     extras = Extras(
@@ -144,14 +144,14 @@ def chunked_attention(
     return attend(query, key, value, extras, spec)
 
 
-def _limits(mask: LoweredMask) -> Limits:
+def limits_of(mask: LoweredMask) -> Limits:
     """Return what lets blocks be skipped: a band around a diagonal of its own bounds no positions."""
     if mask.diagonal is not None:
         return Limits(bounds=mask.document_bounds)
     return Limits(mask.band_lo, mask.band_hi, mask.document_bounds)
 
 
-def _program(mask: LoweredMask) -> LoweredMask | None:
+def program_of(mask: LoweredMask) -> LoweredMask | None:
     """Return the part of a mask that is evaluated tile by tile, None where there is none."""
     if mask.diagonal is None and not mask.is_programmed:
         return None

@@ -23,12 +23,22 @@ if TYPE_CHECKING:
 
     from attnroute.executors._inputs import Inputs, Output, Plan
 
+_BACKEND: Final = "BACKEND"
 WHOLE: Final = 128
 """Tokens: torch's own test for lengths that need no look at the ends (flex_attention.py, IS_DIVISIBLE)."""
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:
     """Run the compiled call of the structure.
+
+    Raises:
+        NotCompiledError: As `run_as`.
+    """
+    return run_as("attnroute::flex", inputs, plan)
+
+
+def run_as(mark: str, inputs: Inputs, plan: Plan) -> Output:
+    """Run the compiled call of the structure, under a mark that profiles show.
 
     Raises:
         NotCompiledError: torch.compile cannot compile here, or has compiled this structure too often.
@@ -41,7 +51,7 @@ def run(inputs: Inputs, plan: Plan) -> Output:
     if plan.device_type == "cpu":
         qkv = _flex_op.as_the_cpu_takes_them(qkv)
     if torch.autograd.profiler._is_profiler_enabled:
-        with torch.profiler.record_function("attnroute::flex"):
+        with torch.profiler.record_function(mark):
             out, lse = compiling.run(entry, qkv, mask, score)
     else:
         out, lse = compiling.run(entry, qkv, mask, score)
@@ -74,7 +84,8 @@ def _program(inputs: Inputs, plan: Plan) -> tuple[Blocked, Part, compiling.Setti
 def _options(inputs: Inputs, plan: Plan) -> tuple[tuple[str, int | bool | str], ...]:
     """Whole blocks need no look at the ends, which lengths that vary would otherwise always get."""
     whole = inputs.query.shape[2] % WHOLE == 0 and inputs.key.shape[2] % WHOLE == 0
-    if whole and inputs.query.device.type != "cpu":
+    # Kernels that take the place of Triton's know no such option.
+    if whole and inputs.query.device.type != "cpu" and _BACKEND not in dict(plan.options):
         return (*plan.options, ("IS_DIVISIBLE", True))
     return plan.options
 

@@ -25,6 +25,7 @@ from attnroute.call import (
     WindowNode,
 )
 from attnroute.facts.empty import empty_rows_of
+from attnroute.facts.heads import store_fits, tile_mod_32
 from attnroute.facts.nested import is_cross, lengths_vary, nested
 from attnroute.vocabulary import DTYPES, Distributed, EmptyRows, Layout, Phase, ScaleSign, Transform
 
@@ -74,10 +75,16 @@ FACTS: Final[dict[str, str]] = {
     "head_dim_max": "the larger of head_dim_qk and head_dim_v",
     "head_dims_equal": "head_dim_qk equals head_dim_v",
     "head_dims_power_of_two": "head_dim_qk and head_dim_v are powers of two",
+    "head_dim_qk_tile_mod_32": "head_dim_qk, rounded up to a multiple of 16, modulo 32",
+    "dv_store_fits_16": (
+        "half of head_dim_v is a multiple of gcd(32, half of head_dim_qk), both rounded up to multiples of 16"
+    ),
+    "dv_store_fits_32": "the same as dv_store_fits_16, both rounded up to multiples of 32",
     "gqa_ratio_power_of_two": "num_heads_q / num_heads_kv is a power of two",
     "layout": "bhsd, bshd or thd",
     "phase": "inference or training",
     "scale": "sign of the factor on QK^T: positive, zero or negative",
+    "masked": "the mask has a node of any kind",
     "causal": "the mask has a causal node; those inside a disjunction or a negation do not count",
     "window": "the mask has a window node; those inside a disjunction or a negation do not count",
     "window_right_open": "the mask has a window node whose right side is open and no causal node",
@@ -210,6 +217,9 @@ def sizes_of(call: Call) -> Facts:
         "head_dim_max": max(call.head_dim_qk, call.head_dim_v),
         "head_dims_equal": call.head_dim_qk == call.head_dim_v,
         "head_dims_power_of_two": _is_power_of_two(call.head_dim_qk) and _is_power_of_two(call.head_dim_v),
+        "head_dim_qk_tile_mod_32": tile_mod_32(call.head_dim_qk),
+        "dv_store_fits_16": store_fits(call.head_dim_qk, call.head_dim_v, 16),
+        "dv_store_fits_32": store_fits(call.head_dim_qk, call.head_dim_v, 32),
         "gqa_ratio_power_of_two": _is_power_of_two(call.num_heads_q // max(1, call.num_heads_kv)),
     }
 
@@ -220,6 +230,7 @@ def _mask(call: Call) -> Facts:
     windows = [n for n in nodes if isinstance(n, WindowNode)]
     causal = any(isinstance(n, CausalNode) for n in nodes)
     return {
+        "masked": bool(nodes),
         "causal": causal,
         "window": bool(windows),
         "window_right_open": any(n.right is None for n in windows) and not causal,

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from attnroute.host import Host, arch_of
-from attnroute.probes import compilers
+from attnroute.probes import compilers, packages
 from attnroute.probes.packages import installed
 
 _CUDNN_MAJOR = 10000
@@ -19,6 +19,8 @@ _CUDNN_MINOR = 100
 @lru_cache(maxsize=64)
 def host_of(device_type: str, index: int | None) -> Host:
     """Return the host of one device: "cpu", or "cuda" and its index.
+
+    It is the same object until `imports.mark_broken` says something new.
 
     Raises:
         ValueError: The device type is neither.
@@ -30,7 +32,7 @@ def host_of(device_type: str, index: int | None) -> Host:
         raise ValueError(msg)
     properties = torch.cuda.get_device_properties(index)
     arch = arch_of((properties.major, properties.minor))
-    broken = {}
+    broken = packages.broken()
     problem = compilers.switched_off() or compilers.c_for_triton().problem
     if "triton" in versions() and problem:
         broken["triton"] = problem
@@ -46,7 +48,7 @@ def _cpu() -> Host:
         arch="cpu",
         device_name=platform.processor() or platform.machine(),
         versions={**versions(), **present},
-        broken={name: f.problem for name, f in found.items() if f.version is None},
+        broken={**packages.broken(), **{name: f.problem for name, f in found.items() if f.version is None}},
     )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from attnroute.call import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
 from attnroute.report.size import size
+from attnroute.tables.alternatives import alternatives
 from attnroute.vocabulary import SLOW_TIER
 
 if TYPE_CHECKING:
@@ -82,21 +83,30 @@ def status(verdict: Verdict, decision: Decision) -> str:
         parts.append(f"{size(verdict.score_bytes)} of scores")
     if verdict.predicted_ms is not None:
         parts.append(f"predicted {verdict.predicted_ms:.3g} ms")
-    parts += [_missing(name, decision.host) for name in verdict.missing]
+    parts += [_missing(need, decision.host) for need in verdict.missing]
     if verdict.excluded is not None:
         parts.append(exclusion(verdict.excluded))
     return ", ".join(parts)
 
 
-def _missing(name: str, host: Host) -> str:
+def _missing(need: str, host: Host) -> str:
+    names = alternatives(need)
+    if len(names) == 1:
+        return f"needs {needed(need)}, which {_why_not(need, host)}"
+    if not host.broken.keys() & set(names):
+        return f"needs {needed(need)}, none of which is installed"
+    return f"needs {needed(need)}: {listed([f'{needed(n)} {_why_not(n, host)}' for n in names])}"
+
+
+def _why_not(name: str, host: Host) -> str:
     if name in host.broken:
-        return f"needs {needed(name)}, which cannot be used ({host.broken[name]})"
-    return f"needs {needed(name)}, which is not {'there' if name in _NOT_DISTRIBUTIONS else 'installed'}"
+        return f"cannot be used ({host.broken[name]})"
+    return f"is not {'there' if name in _NOT_DISTRIBUTIONS else 'installed'}"
 
 
-def needed(name: str) -> str:
+def needed(need: str) -> str:
     """Say what a backend needs: a distribution has its name, anything else is described."""
-    return _NOT_DISTRIBUTIONS.get(name, name)
+    return listed([_NOT_DISTRIBUTIONS.get(name, name) for name in alternatives(need)], "or")
 
 
 def exclusion(excluded: Exclusion) -> str:
@@ -212,15 +222,22 @@ def _faults(backend: str, decision: Decision) -> str:
 
 def hint(found: Hint) -> str:
     """Say one change that would change the choice."""
-    would = f"would select {found.selects}"
+    would = f"would make {found.allows} eligible" if found.allows else f"would select {found.selects}"
     if found.kind == "mask_object":
         name = "".join(part.capitalize() for part in found.change.split("_"))
         return f"if the mask tensor is {words(found.change)}, masks.{name}() in its place {would}"
     if found.kind in ("install", "upgrade"):
-        version = f" >= {found.version}" if found.version else ""
+        packages = ((found.change, found.version, found.below), *found.also)
         verb = "installing" if found.kind == "install" else "upgrading to"
-        return f"{verb} {needed(found.change)}{version} {would}"
+        return f"{verb} {listed([_release(*package) for package in packages])} {would}"
     return f"{found.change} {would}"
+
+
+def _release(name: str, version: str | None, below: str | None) -> str:
+    """Say a distribution with the versions that would do."""
+    bounds = [f">= {version}"] if version else []
+    bounds += [f"< {below}"] if below else []
+    return " ".join([needed(name), *([", ".join(bounds)] if bounds else [])])
 
 
 def arranged(decision: Decision) -> list[Verdict]:

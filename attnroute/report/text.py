@@ -150,7 +150,9 @@ def _avoidance(decision: Decision) -> str:
 
 
 def _reasons(verdict: Verdict) -> list[str]:
-    return [sentences.finding(f) for f in verdict.blocking] or [f"needs {name}" for name in verdict.missing]
+    return [sentences.finding(f) for f in verdict.blocking] or [
+        f"needs {sentences.needed(need)}" for need in verdict.missing
+    ]
 
 
 def _apart(lines: list[str]) -> list[str]:

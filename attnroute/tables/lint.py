@@ -9,17 +9,16 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packaging.version import Version
-
 from attnroute.errors import TableError
+from attnroute.tables.alternatives import is_well_formed
 from attnroute.tables.load import ANY, SHARED, OptionRow, RuleRow, Tables
-from attnroute.tables.versions import comparable, specifier
+from attnroute.tables.points import options_of, shared_points
 from attnroute.vocabulary import FEATURES
 
 if TYPE_CHECKING:
     import datetime
 
-    from attnroute.tables.schema import BackendInfo, Evidence, Option, Ranges, Rule
+    from attnroute.tables.schema import BackendInfo, Evidence, Option, Rule
 
 EXECUTORS = Path(__file__).parent.parent / "executors"
 RESERVED = ("feature-", "versions-known", "no-table")
@@ -60,13 +59,14 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
     Returns:
         Every problem, none for sound tables. While files cannot be read or resolved, only those problems.
     """
-    basic = [*_inheritance(tables), *_readable(tables)]
+    basic = [*_inheritance(tables)] or [*_readable(tables)]
     if basic:
         return basic
     checks: tuple[Callable[[Tables], Iterable[Problem]], ...] = (
         _names,
         _features,
         _overrides,
+        _needs,
         _files,
         _measurements,
         _empty_ranges,
@@ -134,6 +134,19 @@ def _overrides(tables: Tables) -> Iterator[Problem]:
                 yield Problem(f"{scope}/{stem}.toml", "", name, sentence)
 
 
+def _needs(tables: Tables) -> Iterator[Problem]:
+    """A need that no probe can find under its name keeps a backend away for ever."""
+    for scope in (ANY, *tables.arch_names):
+        for backend in tables.backends:
+            for table in tables.files(scope, backend):
+                said = [*(table.backend.needs if table.backend is not None else ()), *(table.needs or ())]
+                for need in (need for need in said if not is_well_formed(need)):
+                    sentence = (
+                        f'requires names of distributions, apart by " | " where one is enough; got "{need}".'
+                    )
+                    yield Problem(f"{scope}/{backend}.toml", "", "needs", sentence)
+
+
 def _files(tables: Tables) -> Iterator[Problem]:
     """Every file is about a backend, or is shared and included somewhere."""
     places = {(p.parent.name, p.stem) for folder in tables.folders for p in folder.glob("*/*.toml")}
@@ -167,9 +180,9 @@ def _empty_ranges(tables: Tables) -> Iterator[Problem]:
     told: set[tuple[str, str]] = set()
     for row, info in _used_rows(tables):
         for name, ranges in _says(row).versions.items():
-            known = _options(info.versions_known.get(name, ">=0"))
-            for option in _options(ranges):
-                if (row.id, option) not in told and not _points(name, [option], known):
+            known = options_of(info.versions_known.get(name, ">=0"))
+            for option in options_of(ranges):
+                if (row.id, option) not in told and not shared_points(name, [option], known):
                     told.add((row.id, option))
                     sentence = (
                         f"requires a range with a known version in it ({', '.join(known)}); got {option}."
@@ -225,9 +238,14 @@ def _stock(tables: Tables) -> Iterator[Problem]:
             yield Problem(_STOCK_FILE, order.name, "archs", sentence)
 
 
+def _has_run(text: str) -> bool:
+    """Some define it, others take it from an object that they make."""
+    return "\ndef run(" in text or "\nrun, forward, backward = " in text
+
+
 def _executors(tables: Tables) -> Iterator[Problem]:
     """Every backend has a module that runs it, and the reverse. By path: nothing is imported."""
-    modules = [p for p in EXECUTORS.glob("[a-z]*.py") if "\ndef run(" in p.read_text(encoding="utf-8")]
+    modules = [p for p in EXECUTORS.glob("[a-z]*.py") if _has_run(p.read_text(encoding="utf-8"))]
     runnable = {p.stem for p in modules}
     for name in sorted(set(tables.backends) - runnable):
         sentence = f"requires attnroute/executors/{name}.py with a run(); got none."
@@ -292,28 +310,10 @@ def _same_statement(one: Rule, other: Rule) -> bool:
     if one.scope != other.scope and "call" not in (one.scope, other.scope):
         return False
     shared = set(one.versions) & set(other.versions)
-    return all(_points(name, _options(one.versions[name]), _options(other.versions[name])) for name in shared)
-
-
-def _options(ranges: Ranges) -> list[str]:
-    return [ranges] if isinstance(ranges, str) else ranges
-
-
-def _points(distribution: str, *ranges: list[str]) -> list[Version]:
-    """Return versions that lie in each of several ranges: on, below and above every bound is enough."""
-    bounds = {spec.version.removesuffix(".*") for options in ranges for o in options for spec in specifier(o)}
-    near = [point for bound in bounds for point in _around(comparable(distribution, bound))]
-    return [p for p in near if all(any(p in specifier(o) for o in options) for options in ranges)]
-
-
-def _around(version: Version) -> list[Version]:
-    """Return the version with its neighbours: the next one, and the last one before it."""
-    if version.pre is not None:
-        letter, number = version.pre
-        base = version.base_version
-        return [version, *(Version(f"{base}{letter}{max(0, number + step)}") for step in (1, -1))]
-    parts = [*version.release, 0, 0][:3]
-    after = [*parts[:2], parts[2] + 1]
-    below = next(i for i in (2, 1, 0) if parts[i] or i == 0)
-    before = [*parts[:below], max(0, parts[below] - 1), *([99] * (2 - below))]
-    return [version, Version(".".join(map(str, after))), Version(".".join(map(str, before)))]
+    if one.requires == "never" and set(one.versions) != set(other.versions):
+        # What never runs is told apart by nothing but the versions that each row names.
+        return False
+    return all(
+        shared_points(name, options_of(one.versions[name]), options_of(other.versions[name]))
+        for name in shared
+    )

@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 
 from attnroute.errors import argument_error
 
-PRE_RELEASES_COUNT = frozenset({"flash-attn-4"})
+PRE_RELEASES_COUNT = frozenset({"flash-attn-3", "flash-attn-4"})
 _CUDNN_PARTS = 3
 _CUDA_LOCAL = re.compile(r"cu(\d+)(\d)")
 

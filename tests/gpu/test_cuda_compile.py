@@ -69,9 +69,10 @@ def test_few_graphs_serve_many_lengths():
     run = torch.compile(
         lambda q, k, v: attnroute.attention(q, k, v, is_causal=True), fullgraph=True, backend="aot_eager"
     )
-    for length in range(130, 2000, 110):
+    for length in range(130, 4000, 110):
         run(*problem(length, **OPTIONS))
-    assert counters["stats"]["unique_graphs"] <= 4
+    # Orders and rows part the lengths; with many packages installed more of them take part.
+    assert counters["stats"]["unique_graphs"] <= 8
     assert not counters["graph_break"]
 
 

@@ -192,6 +192,13 @@ def test_the_same_said_of_neighbouring_versions(broken):
     assert problems(broken) == []
 
 
+@pytest.mark.parametrize(("other", "told"), [('cudnn = "<9.10"', False), ('torch = "<2.10"', True)])
+def test_what_never_runs_is_told_apart_by_the_distributions_that_rows_name(broken, other, told):
+    rows = row("one", versions='torch = "<2.9"') + row("two", versions=other)
+    append(broken / "sm_90" / "flash.toml", rows.replace('{ head_dim_qk = "<=100" }', '"never"'))
+    assert any("sm_90/flash/one" in problem.sentence for problem in problems(broken)) is told
+
+
 def test_a_fault_whose_day_has_passed(broken):
     append(broken / "sm_90" / "flash.toml", row(kind="crash", more="recheck_after = 2026-11-26"))
     assert "2026-11-26" in only(problems(broken), "sm_90/flash.toml", "recheck_after")

@@ -1,0 +1,30 @@
+"""`needs` of a backend: each is one name, or several of which one is enough, as "flash-attn-3 | xformers"."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_OR: Final = " | "
+_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?\+*")
+
+
+@lru_cache(maxsize=256)
+def alternatives(need: str) -> tuple[str, ...]:
+    """Return the names one of which a need asks for; most ask for one name only."""
+    return tuple(need.split(_OR))
+
+
+def names_in(needs: Iterable[str]) -> tuple[str, ...]:
+    """Return every name that several needs ask for, each once."""
+    return tuple(dict.fromkeys(name for need in needs for name in alternatives(need)))
+
+
+def is_well_formed(need: str) -> bool:
+    """Return whether a need is written as the tables write it: names apart by " | ", none of them twice."""
+    names = alternatives(need)
+    return len(set(names)) == len(names) and all(_NAME.fullmatch(name) for name in names)

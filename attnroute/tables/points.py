@@ -1,0 +1,82 @@
+"""The versions at which ranges begin and end: between two of them nothing changes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from attnroute.tables.versions import comparable, contains, specifier
+
+if TYPE_CHECKING:
+    from packaging.specifiers import Specifier
+
+    from attnroute.tables.load import Tables
+    from attnroute.tables.schema import Ranges
+
+
+def options_of(ranges: Ranges) -> list[str]:
+    """Return the ranges of which one is enough."""
+    return [ranges] if isinstance(ranges, str) else ranges
+
+
+def shared_points(distribution: str, *ranges: list[str]) -> list[Version]:
+    """Return versions that lie in each of several ranges: on, below and above every bound is enough."""
+    specs = {spec for options in ranges for option in options for spec in specifier(option)}
+    bounds = {comparable(distribution, spec.version.removesuffix(".*")) for spec in specs}
+    near = [point for bound in bounds for point in around(bound)]
+    return [p for p in near if all(any(p in specifier(o) for o in options) for options in ranges)]
+
+
+@lru_cache(maxsize=512)
+def points(tables: Tables, arch: str, backend: str, distribution: str) -> tuple[Version, ...]:
+    """Return the first version of each stretch of versions in which a backend's rows say the same.
+
+    Args:
+        tables: The tables.
+        arch: The architecture.
+        backend: The backend.
+        distribution: Whose versions.
+
+    Returns:
+        Ascending, none below the first bound; only known versions, where the backend says which are known.
+        Empty where no row asks.
+    """
+    known = tables.info(arch, backend).versions_known.get(distribution)
+    rows = tables.rules(arch, backend) or ()
+    said = [row.rule.versions[distribution] for row in rows if distribution in row.rule.versions]
+    texts = [text for ranges in [*said, *([] if known is None else [known])] for text in options_of(ranges)]
+    found = {point for text in texts for spec in specifier(text) for point in _starts(distribution, spec)}
+    return tuple(sorted(p for p in found if known is None or contains(known, distribution, str(p))))
+
+
+def _starts(distribution: str, spec: Specifier) -> list[Version]:
+    """Return the versions from which on one term says something else."""
+    bound = comparable(distribution, spec.version.removesuffix(".*"))
+    at, after = [bound], [around(bound)[1]]
+    return {">": after, "<=": after, "==": at + after, "!=": at + after}.get(spec.operator, at)
+
+
+def end_of(distribution: str, ranges: Ranges) -> Version | None:
+    """Return the first version after all of the ranges, None where one of them has no end."""
+    ends = [_end(distribution, option) for option in options_of(ranges)]
+    return None if None in ends else max(end for end in ends if end is not None)
+
+
+def _end(distribution: str, option: str) -> Version | None:
+    upper = [spec for spec in specifier(option) if spec.operator in ("<", "<=", "==")]
+    return min((_starts(distribution, spec)[-1] for spec in upper), default=None)
+
+
+def around(version: Version) -> list[Version]:
+    """Return the version with its neighbours: the next one, and the last one before it."""
+    if version.pre is not None:
+        letter, number = version.pre
+        base = version.base_version
+        return [version, *(Version(f"{base}{letter}{max(0, number + step)}") for step in (1, -1))]
+    parts = [*version.release, 0, 0][:3]
+    after = [*parts[:2], parts[2] + 1]
+    below = next(i for i in (2, 1, 0) if parts[i] or i == 0)
+    before = [*parts[:below], max(0, parts[below] - 1), *([99] * (2 - below))]
+    return [version, Version(".".join(map(str, after))), Version(".".join(map(str, before)))]

@@ -1,0 +1,199 @@
+"""FLEX_FA4 on the CPU: what torch is asked for, under which names, and that flex shares nothing of it.
+
+torch takes FlashAttention-4's kernels on a GPU alone, and has gradients of FlexAttention only there. Here
+dynamo traces as ever, and the traced graph runs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from executors.cudnn_checks import allowed_of
+from executors.cudnn_checks import inputs_of as trained_inputs_of
+from fa4_hosts import NEWEST
+from reference import attend
+from row_sides import verdict
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import attnroute
+from attnroute import masks
+from attnroute.errors import AttnRouteError, NotCompiledError
+from attnroute.executors import _flex_compile, flex, flex_fa4
+from attnroute.executors._inputs import Inputs, Plan
+
+FLASH = (("BACKEND", "FLASH"),)
+EXECUTORS = {"flex": (flex, ()), "flex_fa4": (flex_fa4, FLASH)}
+LENGTH = 6
+IDS = torch.tensor([[0, 0, 1, 1, 1, 2]]).expand(2, -1).contiguous()
+MASKS = {
+    "everything": None,
+    "causal": masks.Causal(),
+    "window": masks.Window(2, 1),
+    "documents": masks.Documents(ids=IDS) & masks.Causal(),
+    "documents or a window": masks.Documents(ids=IDS) | masks.Window(1, 0),
+    "padding": masks.KeyPadding(left=torch.tensor([2, 0])),
+    "prefix": masks.PrefixLM(lengths=torch.tensor([3, 5])),
+}
+
+
+def further_is_less(score, b, h, i, j):
+    return score - 0.3 * (i - j)
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    """dynamo's graphs, which run as they are: milliseconds instead of seconds."""
+    found = []
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda g, _: found.append(g) or g.forward)
+    monkeypatch.setattr(_flex_compile, "_LISTENERS", [])
+    _flex_compile.forget()
+    yield found
+    _flex_compile.forget()
+
+
+def inputs_of(mask, length=LENGTH):
+    inputs = trained_inputs_of(mask, length, length, dtype=torch.float32)
+    inputs.query, inputs.key, inputs.value = (t.detach() for t in (inputs.query, inputs.key, inputs.value))
+    return inputs
+
+
+def plan(backend="flex_fa4", device_type="cpu", **rest):
+    given = {"training": False, "return_lse": False, "options": EXECUTORS[backend][1]}
+    return Plan(backend, (), device_type=device_type, **(given | rest))
+
+
+def run(inputs, backend="flex_fa4", **rest):
+    return EXECUTORS[backend][0].run(inputs, plan(backend, **rest))
+
+
+def asked_of(graph):
+    """Return the options that the traced call of FlexAttention has."""
+    (node,) = (n for n in graph.graph.nodes if n.target is torch.ops.higher_order.flex_attention)
+    return node.args[6]
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_torch_is_asked_for_these_kernels_and_the_call_is_right(graphs, case):
+    mask = MASKS[case]
+    inputs = inputs_of(mask)
+    out, lse = run(inputs)
+    assert lse is None
+    assert [asked_of(graph)["BACKEND"] for graph in graphs] == ["FLASH"]
+    tensors = (inputs.query, inputs.key, inputs.value)
+    want, _ = attend(*tensors, allowed=allowed_of(mask, inputs))
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scores", ["softcap", "alibi", "function"])
+def test_scores_are_changed(graphs, scores):
+    inputs = inputs_of(masks.Causal())
+    given = {}
+    if scores == "softcap":
+        inputs.softcap = given["softcap"] = 0.8
+    elif scores == "alibi":
+        inputs.alibi_slopes = given["alibi_slopes"] = torch.tensor([0.5, 0.25, 1.0, 2.0])
+    else:
+        inputs.score_mod = further_is_less
+        rows = torch.arange(LENGTH)
+        given["bias"] = -0.3 * (rows[:, None] - rows)
+    out, _ = run(inputs)
+    tensors = (inputs.query, inputs.key, inputs.value)
+    want, _ = attend(*tensors, allowed=allowed_of(masks.Causal(), inputs), **given)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+    assert asked_of(graphs[0])["BACKEND"] == "FLASH"
+
+
+@pytest.mark.parametrize("order", [("flex", "flex_fa4"), ("flex_fa4", "flex")])
+def test_flex_and_flex_fa4_share_no_code(graphs, order):
+    inputs = inputs_of(masks.Causal())
+    for backend in (*order, *order):
+        run(inputs, backend)
+    assert [entry.backend for entry in _flex_compile.entries()] == list(order)
+    wanted = {"flex": "AUTO", "flex_fa4": "FLASH"}
+    assert [asked_of(graph)["BACKEND"] for graph in graphs] == [wanted[b] for b in order]
+
+
+@pytest.mark.parametrize("lengths", [(128, 256), (128, 130)])
+@pytest.mark.parametrize("backend", EXECUTORS)
+def test_what_only_tritons_kernels_read_is_not_passed(backend, lengths):
+    made = (torch.empty(1, 2, n, 8, device="meta") for n in (lengths[0], lengths[1], lengths[1]))
+    options = dict(flex._options(Inputs(*made), plan(backend, device_type="cuda")))
+    is_told = backend == "flex" and lengths == (128, 256)
+    assert options == dict(EXECUTORS[backend][1]) | ({"IS_DIVISIBLE": True} if is_told else {})
+
+
+@pytest.mark.parametrize("backend", EXECUTORS)
+def test_profiles_show_the_backend(backend):
+    inputs = inputs_of(masks.Causal())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(inputs, backend)
+    marks = {e.key for e in profile.key_averages() if e.key.startswith("attnroute::")}
+    assert marks == {f"attnroute::{backend}"}
+
+
+@pytest.mark.parametrize("backend", EXECUTORS)
+def test_listeners_hear_whose_code_is_compiled(backend):
+    heard = []
+    _flex_compile.listen(lambda found, seconds: heard.append((found.backend, found.name, seconds is None)))
+    run(inputs_of(masks.Causal()), backend)
+    assert heard == [(backend, "j <= i", True), (backend, "j <= i", False)]
+
+
+@pytest.mark.parametrize("backend", EXECUTORS)
+def test_a_compiler_that_gives_up_is_told_with_the_name_of_the_backend(monkeypatch, backend):
+    def fail(*_):
+        msg = "BACKEND='FLASH' but flash attention cannot be used"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: fail)
+    with pytest.raises(NotCompiledError, match=f"^backend {backend} requires code that torch.compile") as got:
+        run(inputs_of(None), backend)
+    assert f'override(ban="{backend}")' in str(got.value)
+
+
+@pytest.mark.parametrize("backend", EXECUTORS)
+def test_a_limit_of_the_compiler_is_told_with_the_name_of_the_backend(backend):
+    message = f"^backend {backend} requires at most 1 compilations of one structure"
+    with torch._dynamo.config.patch(recompile_limit=1):
+        run(inputs_of(masks.Causal()), backend)
+        with pytest.raises(NotCompiledError, match=message):
+            run(inputs_of(masks.Causal(), 200), backend)
+
+
+@pytest.mark.parametrize("backend", EXECUTORS)
+def test_a_plain_call_is_refused_with_the_name_of_the_backend(backend):
+    inputs = inputs_of(None)
+    message = f"^backend {backend} requires torch.compile to compile its call"
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.raises(NotCompiledError, match=message),
+    ):
+        run(inputs, backend)
+
+
+def test_a_graph_asks_for_the_same_kernels(graphs):
+    """In a graph both are one operator, which runs the compiled code of the structure."""
+    inputs = inputs_of(masks.Causal())
+
+    def function(query, key, value):
+        return run(Inputs(query, key, value, inputs.mask))[0] * 2
+
+    tensors = (inputs.query, inputs.key, inputs.value)
+    traced = make_fx(function, tracing_mode="fake")(*tensors)
+    assert not graphs, "nothing is compiled while a graph is made"
+    assert [n.target for n in traced.graph.nodes if "flex" in n.name] == [torch.ops.attnroute.flex.default]
+    out = traced(*tensors)
+    want, _ = attend(*tensors, allowed=allowed_of(masks.Causal(), inputs))
+    torch.testing.assert_close(out.double(), 2 * want, rtol=1e-4, atol=1e-5)
+    assert [asked_of(graph)["BACKEND"] for graph in graphs] == ["FLASH"]
+
+
+def test_a_device_without_these_kernels_is_no_place_for_it():
+    query, key, value = (torch.randn(1, 2, LENGTH, 8) for _ in "qkv")
+    with pytest.raises(AttnRouteError, match="flex_fa4"):
+        attnroute.attention(query, key, value, is_causal=True, backend="flex_fa4")
+
+
+def test_the_rows_set_the_option():
+    """The executor holds none of its own: what the test plans say is what a decision says."""
+    assert verdict("flex_fa4", NEWEST, "sm_90", {}).options == FLASH

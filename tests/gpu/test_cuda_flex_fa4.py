@@ -1,0 +1,82 @@
+"""FLEX_FA4 on a CUDA device: FlexAttention with flash-attn-4's kernels underneath, and float64."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from gpu.package_runs import PACKAGES, require
+from gpu.test_cuda_kernels import TOLERANCE, band, names_of, problem
+from reference import attend, error
+
+import attnroute
+from attnroute import masks
+
+# CuTe DSL and inductor warn about their own code while they compile.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+BACKEND = "flex_fa4"
+LENGTH = 384
+
+
+@pytest.fixture(autouse=True)
+def _package():
+    require("flash_attn.cute", "flash-attn-4")
+
+
+def check(inputs, mask=None, *, allowed, train, **given):
+    inputs = tuple(t.detach().requires_grad_(train) for t in inputs)
+    want, _ = attend(*inputs, allowed=allowed, softcap=given.get("softcap", 0.0))
+    cotangent = torch.randn_like(want)
+
+    def run():
+        out = attnroute.attention(*inputs, mask, backend=BACKEND, **given)
+        return out, torch.autograd.grad(out, inputs, cotangent.to(out.dtype)) if train else ()
+
+    run()
+    (out, grads), on_device, _ = names_of(run)
+    assert any(re.search(PACKAGES["fa4"], name) for name in on_device), sorted(on_device)
+    assert not any("triton" in name and "flex" in name for name in on_device), sorted(on_device)
+    assert error(out, want) <= TOLERANCE[out.dtype]
+    wanted = torch.autograd.grad(want, inputs, cotangent.to(out.dtype).double()) if train else ()
+    for name, got, true in zip(("dq", "dk", "dv"), grads, wanted, strict=False):
+        assert error(got, true.double(), floor=2.0) <= 2 * TOLERANCE[out.dtype], name
+
+
+def square(head_dim=64, length=LENGTH):
+    return problem(seqlen_q=length, seqlen_kv=length, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_causal(head_dim, train):
+    check(square(head_dim), is_causal=True, allowed=band(LENGTH, LENGTH, None, 0), train=train)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_documents_or_a_window(train):
+    ids = (torch.arange(LENGTH, device="cuda") // 150)[None].expand(2, -1).contiguous()
+    allowed = (ids[:, None, :, None] == ids[:, None, None]) | band(LENGTH, LENGTH, -20, 20)
+    check(square(), masks.Documents(ids=ids) | masks.Window(20, 20), allowed=allowed, train=train)
+
+
+def test_a_predicate():
+    def strided(b, h, i, j):
+        return (j <= i) & ((i - j) % 3 != 1)
+
+    rows = torch.arange(LENGTH, device="cuda")
+    gap = rows[:, None] - rows
+    allowed = (gap >= 0) & (gap % 3 != 1)
+    check(square(), masks.Function(strided), allowed=allowed, train=False)
+
+
+def test_softcap():
+    check(square(), is_causal=True, allowed=band(LENGTH, LENGTH, None, 0), softcap=15.0, train=False)
+
+
+def test_calls_outside_the_rows_are_rejected():
+    inputs = square(256)
+    verdict = attnroute.explain(*inputs, is_causal=True).verdict(BACKEND)
+    assert verdict.status == "rejected"
+    with pytest.raises(attnroute.AttnRouteError):
+        attnroute.attention(*inputs, is_causal=True, backend=BACKEND)

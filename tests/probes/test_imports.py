@@ -1,0 +1,235 @@
+"""Whether packages can be imported is found out once, and what cannot be is unavailable with its error."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from probes.fake_site import EXTENSION, FLASH_ATTN, NEW_CUTE
+
+import attnroute.executors
+from attnroute.engine.decide import decide
+from attnroute.line import parse
+from attnroute.probes import imports, packages, torch_host
+from attnroute.probes.imports import LIBRARIES, Library
+from attnroute.report.text import render_decision
+from attnroute.tables.alternatives import names_in
+from attnroute.tables.load import load
+
+CALL = parse("bf16 b1 hq8 sq512 d128")
+COUNTING = "import sys\nsys.flash_attn_imports = getattr(sys, 'flash_attn_imports', 0) + 1\n"
+FA3_FILES = {"flash_attn_3/__init__.py": ""}
+XFORMERS_FILES = {"xformers/__init__.py": "", "xformers/flash_attn_3/__init__.py": ""}
+
+
+@pytest.fixture
+def fa4(site, monkeypatch):
+    """Return a function that installs FA4 whose interface runs a line of Python."""
+    monkeypatch.setattr(sys, "flash_attn_imports", 0, raising=False)
+
+    def install(line=""):
+        text = f"import flash_attn.cute.cache_utils\n{COUNTING}{line}\n"
+        site.install("flash-attn-4", "4.0.0b36", NEW_CUTE | {"flash_attn/cute/interface.py": text})
+        site.install("nvidia-cutlass-dsl", "4.8.1")
+
+    return install
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "math", "flex", "chunked", "efficient", "nothing"])
+def test_backends_of_torch_itself_have_nothing_to_import(backend):
+    assert imports.check(backend) is None
+    assert imports.settle(backend) is None
+
+
+@pytest.mark.usefixtures("site")
+def test_what_is_not_installed_cannot_be_imported():
+    said = imports.check("fa2")
+    assert said.startswith("importing flash_attn.flash_attn_interface raises ModuleNotFoundError: ")
+
+
+def test_a_package_that_can_be_imported_is_imported_once(fa4):
+    fa4()
+    assert imports.check("fa4") is None
+    del sys.modules["flash_attn.cute.interface"]
+    assert imports.check("fa4") is None
+    assert imports.settle("fa4") is None
+    assert sys.flash_attn_imports == 1
+    assert packages.broken() == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sys.no_such_thing", "AttributeError: module 'sys' has no attribute 'no_such_thing'"),
+        ("raise OSError('libcudart.so.12: cannot open')", "OSError: libcudart.so.12: cannot open"),
+        ("raise ImportError('undefined symbol: _ZN3c10')", "ImportError: undefined symbol: _ZN3c10"),
+        ("raise RuntimeError('first\\nsecond')", "RuntimeError: first"),
+        ("assert False", "AssertionError"),
+        ("raise KeyError", "KeyError"),
+        ("raise ValueError('x' * 1000)", "ValueError: " + "x" * 288),
+    ],
+)
+def test_whatever_an_import_raises_is_said_in_one_line_and_not_tried_again(fa4, line, said):
+    fa4(line)
+    expected = f"importing flash_attn.cute.interface raises {said}"
+    assert imports.check("fa4") == imports.check("fa4") == expected
+    assert sys.flash_attn_imports == 1
+    assert packages.broken() == {}
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_fault_of_the_package(fa4, stop):
+    fa4(f"raise {stop.__name__}")
+    with pytest.raises(stop):
+        imports.check("fa4")
+    assert packages.broken() == {}
+    fa4()
+    assert imports.check("fa4") is None
+
+
+def test_warnings_as_errors_break_no_package(fa4, recwarn):
+    fa4("import warnings; warnings.warn('old')")
+    assert imports.check("fa4") is None
+    assert not recwarn.list
+
+
+def on(arch):
+    """Return this machine as if it had a card of an architecture."""
+    host = torch_host.host_of("cpu", None)
+    versions = {"torch": "2.11.0", "cudnn": "9.19.0"}
+    return host.model_copy(update={"arch": arch}).with_versions(versions)
+
+
+def test_a_broken_install_is_unavailable_with_its_error(fa4):
+    fa4("sys.no_such_thing")
+    assert decide(CALL, on("sm_100")).verdict("fa4").status == "eligible"
+    said = imports.settle("fa4")
+    host = on("sm_100")
+    assert host.broken["flash-attn-4"] == said == imports.settle("fa4")
+    assert host.versions["flash-attn-4"] == "4.0.0b36"
+    found = decide(CALL, host)
+    assert found.selected not in ("fa4", "flex_fa4")
+    verdict = found.verdict("fa4")
+    assert (verdict.status, verdict.missing) == ("unavailable", ("flash-attn-4",))
+    text = " ".join(render_decision(found).split())
+    assert f"fa4 unavailable, needs flash-attn-4, which cannot be used ({said})" in text
+
+
+def test_hosts_are_the_same_object_until_something_is_marked():
+    before = torch_host.host_of("cpu", None)
+    try:
+        assert torch_host.host_of("cpu", None) is before
+        imports.mark_broken("flash-attn-3", "no such luck")
+        assert torch_host.host_of("cpu", None).broken["flash-attn-3"] == "no such luck"
+    finally:
+        imports.forget()
+    assert torch_host.host_of("cpu", None) == before
+
+
+def install_fa3(site, *, theirs=None, of_xformers=None):
+    """Install FA3 in one or both of its places, each as Python that runs when it is imported."""
+    # A compiled module cannot be faked; Python finds one of the same name in its place.
+    if theirs is not None:
+        site.install("flash-attn-3", "3.0.0", FA3_FILES | {"flash_attn_3/_C.py": theirs})
+    if of_xformers is not None:
+        site.install("xformers", "0.0.34", XFORMERS_FILES | {"xformers/flash_attn_3/_C.py": of_xformers})
+
+
+FAILS = "raise OSError('no kernel')\n"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "of_xformers", "broken"),
+    [
+        ("", FAILS, set()),
+        (FAILS, "", set()),
+        (None, "", set()),
+        (FAILS, None, {"flash-attn-3"}),
+        (None, FAILS, {"xformers"}),
+        (FAILS, FAILS, {"flash-attn-3", "xformers"}),
+    ],
+)
+def test_fa3_is_broken_where_neither_copy_can_be_imported(site, theirs, of_xformers, broken):
+    install_fa3(site, theirs=theirs, of_xformers=of_xformers)
+    said = imports.settle("fa3")
+    assert packages.broken().keys() == broken
+    assert (said is None) is not bool(broken)
+    for copy in broken:
+        assert packages.broken()[copy] in said
+    verdict = decide(CALL, on("sm_90")).verdict("fa3")
+    assert verdict.missing == (("flash-attn-3 | xformers",) if broken else ())
+
+
+def test_the_second_copy_of_fa3_is_left_alone_once_the_first_is_imported(site):
+    install_fa3(site, theirs="", of_xformers=FAILS)
+    assert imports.check("fa3") is None
+    assert "xformers" not in sys.modules
+
+
+def test_an_operator_that_is_registered_already_is_not_registered_again(site, monkeypatch):
+    site.install("other", "1.0", {"flash_attn_3/__init__.py": FAILS})
+    given = (Library("other", "flash_attn_3", "attnroute_probe_test::fwd"),)
+    monkeypatch.setitem(LIBRARIES, "fa3", given)
+    with torch.library._scoped_library("attnroute_probe_test", "DEF") as library:
+        library.define("fwd(Tensor x) -> Tensor")
+        assert imports.check("fa3") is None
+    imports.forget()
+    monkeypatch.setitem(LIBRARIES, "fa3", (given[0]._replace(operator="attnroute_probe_test::none"),))
+    assert imports.check("fa3") == "importing flash_attn_3 raises OSError: no kernel"
+
+
+def test_only_what_is_installed_is_imported_for_a_probe(fa4, site, capsys):
+    fa4("print('welcome')")
+    site.install("flash-attn", "2.8.3", FLASH_ATTN | {"flash_attn/flash_attn_interface.py": FAILS})
+    imports.settle_installed()
+    assert packages.broken().keys() == {"flash-attn"}
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "welcome\n")
+    assert not [name for name in sys.modules if name.startswith(("cudnn", "transformer_engine", "xformers"))]
+
+
+def test_nothing_is_imported_whose_files_are_known_to_be_wrong(site):
+    site.install("flash-attn", "2.8.3", {"flash_attn/__init__.py": "raise SystemExit\n"})
+    imports.settle_installed()
+    assert packages.broken().keys() == {"flash-attn"}
+    assert "flash_attn" not in sys.modules
+
+
+def test_forgetting_looks_again(fa4, site):
+    fa4("sys.no_such_thing")
+    imports.settle("fa4")
+    fa4()
+    imports.forget()
+    assert torch_host.host_of("cpu", None).broken == on("sm_90").broken
+    assert imports.settle("fa4") is None
+    site.uninstall("flash-attn-4")
+    imports.forget()
+    assert "flash-attn-4" not in torch_host.versions()
+
+
+def test_every_backend_with_packages_of_its_own_is_checked_by_one_that_it_needs():
+    tables = load()
+    own = packages.PROVIDERS.keys() - {"triton", "transformers"}
+    needs = {b: names_in(tables.backends[b].needs) for b in tables.backends}
+    assert LIBRARIES.keys() == {backend for backend, names in needs.items() if own & set(names)}
+    for backend, libraries in LIBRARIES.items():
+        assert {library.provider for library in libraries} <= own & set(needs[backend])
+
+
+@pytest.mark.parametrize("backend", sorted(LIBRARIES.keys() - {"flex_fa4"}))
+def test_what_is_checked_is_what_the_executor_imports(backend):
+    # flex_fa4 leaves the import to torch.
+    path = Path(attnroute.executors.__path__[0]) / f"{backend}.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert {library.module for library in LIBRARIES[backend]} <= words
+
+
+def test_a_compiled_module_that_is_none_is_an_error_of_its_own(site):
+    site.install("flash-attn-3", "3.0.0", FA3_FILES | {f"flash_attn_3/_C{EXTENSION}": "no machine code"})
+    assert packages.installed() == {"flash-attn-3": "3.0.0"}
+    assert imports.settle("fa3").startswith("importing flash_attn_3._C raises ImportError: ")
+    assert decide(CALL, on("sm_90")).verdict("fa3").status == "unavailable"
