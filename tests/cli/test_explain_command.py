@@ -122,6 +122,29 @@ def test_a_recorded_host_takes_and_loses_versions(capsys, host_file) -> None:
     assert decision.verdict("cudnn").missing == ("cudnn",)
 
 
+def test_what_a_flag_names_is_no_longer_broken(capsys, tmp_path) -> None:
+    path = tmp_path / "host.json"
+    broken = {"triton": "no compiler", "flash-attn-3": "no kernels", "xformers": "no kernels"}
+    host = Host.model_validate_json(H100).with_versions({"triton": "3.6.0", "flash-attn-3": "3.0.0"})
+    path.write_text(host.model_copy(update={"broken": broken}).model_dump_json(), encoding="utf-8")
+    decision, _, _ = explained(capsys, CALL, "--host", str(path))
+    assert decision.verdict("fa3").missing == ("flash-attn-3 | xformers",)
+    words = ["--with", "xformers=0.0.34", "--without", "triton"]
+    decision, _, _ = explained(capsys, CALL, "--host", str(path), *words)
+    assert decision.host.broken == {"flash-attn-3": "no kernels"}
+    assert decision.host.versions["xformers"] == "0.0.34"
+    assert decision.verdict("fa3").missing == ()
+    assert decision.verdict("flex").missing == ("triton",)
+
+
+@pytest.mark.parametrize(
+    "name", ["flash-attn-3", "xformers", "transformer-engine-torch", "nvidia-cutlass-dsl"]
+)
+def test_every_package_that_a_backend_needs_can_be_given(capsys, name) -> None:
+    decision, _, _ = explained(capsys, CALL, "--arch", "sm_90", "--with", f"{name}=1.0")
+    assert decision.host.versions[name] == "1.0"
+
+
 @pytest.mark.parametrize(
     ("words", "versions", "said"),
     [

@@ -162,6 +162,21 @@ def test_probe_prints_a_host_that_explain_reads(capsys, tmp_path) -> None:
     assert f"selected{here}" == recorded + "\n"
 
 
+def test_probe_prints_what_cannot_be_imported(capsys, monkeypatch) -> None:
+    from attnroute.probes import imports
+
+    def settle_installed():
+        imports.mark_broken("flash-attn-4", "importing it raises AttributeError")
+
+    monkeypatch.setattr(imports, "settle_installed", settle_installed)
+    try:
+        assert main(["probe"]) == 0
+    finally:
+        imports.forget()
+    host = Host.model_validate_json(capsys.readouterr().out)
+    assert host.broken["flash-attn-4"] == "importing it raises AttributeError"
+
+
 def test_probe_says_which_of_torchs_switches_are_off(capsys) -> None:
     import torch
 

@@ -1,4 +1,4 @@
-"""Hints: each is a change after which `decide` really selects what the hint says."""
+"""Hints: each is a change after which `decide` really selects, or allows, what the hint says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from strategies import calls, hosts
 
 from attnroute.call import Call, CausalNode, DenseNode
-from attnroute.engine.decide import decide
+from attnroute.engine import what_if
+from attnroute.engine.decide import decide, judge
 from attnroute.engine.decision import Hint
 from attnroute.engine.what_if import ANY_VERSION
 from attnroute.host import Host
@@ -31,8 +32,13 @@ DENSE = DenseNode(shape=(1024, 1024))
 
 def changed(hint, call, host):
     """Make the change that a hint names, written down anew from its words."""
-    if hint.kind == "install":
-        return call, host.with_versions({hint.change: hint.version or ANY_VERSION})
+    if hint.kind in ("install", "upgrade"):
+        packages = [(hint.change, hint.version), *((name, version) for name, version, _ in hint.also)]
+        local = host.versions.get("torch", "").partition("+")[1:]
+        changes = {name: (version or ANY_VERSION) for name, version in packages}
+        if "torch" in changes and "torch" in host.versions:
+            changes["torch"] += "".join(local)
+        return call, host.with_versions(changes)
     if hint.kind == "mask_object":
         rest = [node for node in call.mask if not isinstance(node, DenseNode)]
         return call.with_(mask=(*rest, CausalNode())), host
@@ -44,14 +50,20 @@ def changed(hint, call, host):
 
 
 @given(calls(), hosts())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_a_hint_selects_what_it_says_and_something_else(call, host):
     decision = decide(call, host, advise=True)
+    assert len(set(decision.hints)) == len(decision.hints)
     for hint in decision.hints:
         other_call, other_host = changed(hint, decision.call, host)
         assert (other_call, other_host) != (decision.call, host)
-        assert decide(other_call, other_host).selected == hint.selects
-        assert hint.selects != decision.selected
+        other = decide(other_call, other_host)
+        assert other.selected == hint.selects
+        if hint.allows is None:
+            assert hint.selects != decision.selected
+        else:
+            assert hint.kind == "upgrade"
+            assert hint.allows in set(other.order) - set(decision.order)
 
 
 @given(calls(), hosts())
@@ -78,13 +90,13 @@ def test_no_object_is_hinted_for_a_mask_that_was_recognised():
 
 def test_what_is_not_installed_is_hinted_with_a_version_that_would_do():
     without = H100.with_versions({"cudnn": None})
-    (hint,) = [h for h in hints(CALL.with_(mask=(CausalNode(),)), without) if h.kind == "install"]
-    assert (hint.change, hint.selects) == ("cudnn", "cudnn")
+    (hint,) = [h for h in hints(CALL.with_(mask=(CausalNode(),)), without) if h.change == "cudnn"]
+    assert (hint.kind, hint.selects) == ("install", "cudnn")
     assert contains(load().backends["cudnn"].versions_known["cudnn"], "cudnn", hint.version)
 
 
 def test_what_no_row_asks_a_version_of_is_hinted_without_one():
-    (hint,) = [h for h in hints(CALL.with_(softcap=30.0)) if h.kind == "install"]
+    (hint,) = [h for h in hints(CALL.with_(softcap=30.0)) if h.change == "triton"]
     assert hint == Hint(kind="install", change="triton", version=None, selects="flex")
 
 
@@ -118,6 +130,166 @@ def test_hints_stay_within_the_wishes(kind):
     call = CALL.with_(seqlen_q=1088, seqlen_kv=1088, phase="training")
     wishes = {"ban": {"ban": ("cudnn",)}, "require": {"require": "flash"}}[kind]
     assert "cudnn" not in {hint.selects for hint in hints(call, **wishes)}
+
+
+def overlay(tmp_path, rows, name="flash", scope="sm_90"):
+    """Return the tables with rows of our own on top."""
+    folder = tmp_path / scope
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.toml").write_text(rows, encoding="utf-8")
+    return tmp_path
+
+
+ROW = """
+[[rule]]
+name = "{name}"
+versions = {{ {versions} }}
+requires = "never"
+because = "of the test"
+evidence = [{{ kind = "own", ref = "this test" }}]
+"""
+
+
+def rows(*versions):
+    return "".join(ROW.format(name=f"row-{i}", versions=text) for i, text in enumerate(versions))
+
+
+def upgrade_hints(tmp_path, *versions, host=H100, call=CALL, **policy):
+    """Return the upgrade hints where rows forbid flash some versions and it stands before all others."""
+    folder = overlay(tmp_path, rows(*versions))
+    found = hints(call, host, tables=folder, prefer=("flash",), **policy)
+    return [hint for hint in found if hint.kind == "upgrade"]
+
+
+def said(hint):
+    return (hint.change, hint.version, hint.below, hint.selects, hint.allows)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "version", "below"),
+    [
+        (['torch = "<2.13"'], "2.13", "2.16"),
+        (['torch = "<=2.12.0"'], "2.12.1", "2.16"),
+        (['torch = "<2.12"', 'torch = ">=2.11, <2.13"'], "2.13", "2.16"),
+        # The newest stretch that would do, not one that a newer release breaks again.
+        (['torch = "<2.12"', 'torch = ">=2.13, <2.14"'], "2.14", "2.16"),
+        (['torch = "<2.12"', 'torch = ">=2.14"'], "2.12", "2.14"),
+        (['torch = ["<2.12", ">=2.13, <2.15"]'], "2.15", "2.16"),
+    ],
+)
+def test_an_upgrade_is_hinted_with_the_versions_that_would_do(tmp_path, ranges, version, below):
+    (hint,) = upgrade_hints(tmp_path, *ranges)
+    assert said(hint) == ("torch", version, below, "flash", None)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        ['torch = ">=2.11"'],
+        ['torch = "==2.11.0"', 'torch = ">2.11.0"'],
+        # Two distributions would have to change, or something that has no version.
+        ['torch = "<2.13"', 'cudnn = "<9.30"'],
+        ['torch = "<2.13"', 'cuda = "<14"'],
+    ],
+)
+def test_no_upgrade_is_hinted_where_none_helps(tmp_path, ranges):
+    assert upgrade_hints(tmp_path, *ranges) == []
+
+
+def test_a_row_about_two_distributions_is_lifted_by_either(tmp_path):
+    found = upgrade_hints(tmp_path, 'torch = "<2.13", cudnn = "<9.20"')
+    assert [said(hint)[:4] for hint in found] == [
+        ("torch", "2.13", "2.16", "flash"),
+        ("cudnn", "9.20", None, "flash"),
+    ]
+
+
+def test_an_upgrade_that_only_makes_eligible_says_so(tmp_path):
+    folder = overlay(tmp_path, rows('torch = "<2.13"'))
+    found = hints(CALL, tables=folder)
+    assert [said(h) for h in found if h.kind == "upgrade"] == [("torch", "2.13", "2.16", "cudnn", "flash")]
+
+
+def test_an_upgrade_keeps_the_cuda_of_torch(tmp_path):
+    shared = 'torch = ">=2.13", cuda = "<13"'
+    host = Host(arch="sm_90", versions={"torch": "2.11.0+cu130", "cudnn": "9.19.0"})
+    (hint,) = upgrade_hints(tmp_path, 'torch = "<2.13"', shared, host=host)
+    assert said(hint)[:2] == ("torch", "2.13")
+    older = host.with_versions({"torch": "2.11.0+cu126"})
+    assert upgrade_hints(tmp_path, 'torch = "<2.13"', shared, host=older) == []
+
+
+@pytest.mark.parametrize("policy", [{"ban": ("flash",)}, {"require": "math"}, {"allow": ("math",)}])
+def test_no_upgrade_is_hinted_for_what_nobody_wants(tmp_path, policy):
+    assert upgrade_hints(tmp_path, 'torch = "<2.13"', **policy) == []
+
+
+def test_a_version_that_is_not_known_yet_is_no_upgrade(tmp_path):
+    newest = H100.with_versions({"torch": "2.99.0"})
+    assert decide(CALL, newest).verdict("flash").status == "unknown"
+    assert "torch" not in {h.change for h in hints(CALL, newest) if h.kind == "upgrade"}
+
+
+def test_a_version_that_is_too_old_to_be_known_is_upgraded():
+    old = H100.with_versions({"torch": "2.11.0", "flash-attn": "2.1.0"})
+    call = CALL.with_(mask=(CausalNode(),))
+    (hint,) = [h for h in hints(call, old) if h.change == "flash-attn"]
+    assert (hint.kind, hint.allows) == ("upgrade", "fa2")
+    assert contains(load().backends["fa2"].versions_known["flash-attn"], "flash-attn", hint.version)
+
+
+def test_what_only_makes_a_backend_slow_is_lifted_too(tmp_path):
+    slow = rows('torch = "<2.13"').replace("because", 'kind = "slow"\nrecheck_after = 2099-01-01\nbecause')
+    found = hints(CALL, tables=overlay(tmp_path, slow, name="cudnn"))
+    assert decide(CALL, H100, policy=Policy(tables=tmp_path)).selected == "flash"
+    (hint,) = [h for h in found if h.kind == "upgrade" and h.selects == "cudnn"]
+    assert said(hint) == ("torch", "2.13", "2.16", "cudnn", None)
+
+
+def test_two_packages_are_hinted_together():
+    call = CALL.with_(seqlen_q=16384, seqlen_kv=16384, mask=(CausalNode(),))
+    (hint,) = [h for h in hints(call) if h.selects == "fa4"]
+    assert (hint.kind, hint.change) == ("install", "flash-attn-4")
+    ((name, version, _),) = hint.also
+    assert name == "nvidia-cutlass-dsl"
+    both = H100.with_versions({"flash-attn-4": hint.version, name: version})
+    assert decide(call, both).selected == "fa4"
+    newest = H100.with_versions({"flash-attn-4": "4.0.0b36", name: version})
+    assert decide(call, newest).verdict("fa4").status == "eligible"
+
+
+def test_each_of_several_alternatives_is_a_hint_of_its_own():
+    call = CALL.with_(seqlen_q=4096, seqlen_kv=4096, mask=(CausalNode(),))
+    found = [h for h in hints(call) if h.selects == "fa3"]
+    assert [h.change for h in found] == ["flash-attn-3", "xformers"]
+    assert {h.also for h in found} == {()}
+
+
+def test_what_is_broken_is_not_hinted_to_be_installed():
+    call = CALL.with_(seqlen_q=4096, seqlen_kv=4096, mask=(CausalNode(),))
+    broken = H100.model_copy(update={"broken": {"flash-attn-3": "no kernels", "flash-attn-4": "replaced"}})
+    assert [h.change for h in hints(call, broken) if h.kind == "install"] == ["xformers"]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("versions", [{}, {"flash-attn-4": "4.0.0b5", "nvidia-cutlass-dsl": "4.4.2"}])
+def test_hints_ask_a_bounded_number_of_questions(arch, versions):
+    asked = {"decide": 0, "judge": 0}
+
+    def counted(name, function):
+        def ask(*args, **kwargs):
+            asked[name] += 1
+            return function(*args, **kwargs)
+
+        return ask
+
+    host = Host(arch=arch, versions={**H100.versions, **versions})
+    for call in (CALL.with_(mask=(CausalNode(),)), CALL.with_(head_dim_qk=512, head_dim_v=512)):
+        asked.update(decide=0, judge=0)
+        what_if.hints(decide(call, host), load(), counted("decide", decide), counted("judge", judge))
+        assert asked["decide"] <= what_if.MOST_ASKED
+        # One verdict costs a tenth of a decision.
+        assert asked["judge"] <= 150
 
 
 def test_without_advice_there_are_no_hints():

@@ -212,20 +212,23 @@ def test_keys_that_are_not_in_use_are_told(package):
 
 @pytest.mark.parametrize("form", ["expanded", "transposed", "shifted", "row gap of 3"])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_any_gradient_is_made_readable(package, form, ragged):
+def test_gradients_and_outputs_are_made_readable(package, form, ragged):
     request = ragged_request() if ragged else request_of()
     ran = fa4._Kernel().forward(request)
-    grad = torch.randn(ran.out.shape, dtype=torch.bfloat16)
+    whole = torch.randn(ran.out.shape, dtype=torch.bfloat16)
     made = {
-        "expanded": lambda: torch.ones((), dtype=grad.dtype).expand(grad.shape),
-        "transposed": lambda: grad.transpose(-1, -2).contiguous().transpose(-1, -2),
-        "shifted": lambda: torch.empty(grad.numel() + 1, dtype=grad.dtype)[1:].view(grad.shape).copy_(grad),
-        "row gap of 3": lambda: torch.cat([grad, grad[..., :3]], -1)[..., : grad.shape[-1]],
+        "expanded": lambda: torch.ones((), dtype=whole.dtype).expand(whole.shape),
+        "transposed": lambda: whole.transpose(-1, -2).contiguous().transpose(-1, -2),
+        "shifted": lambda: torch.empty(whole.numel() + 1, dtype=whole.dtype)[1:].view_as(whole).copy_(whole),
+        "row gap of 3": lambda: torch.cat([whole, whole[..., :3]], -1)[..., : whole.shape[-1]],
     }[form]()
-    fa4._Kernel().backward(request, ran, made)
-    given = package.only(BACKWARD)["dout"]
-    assert given.data_ptr() != made.data_ptr()
-    assert torch.equal(given, made)
+    lse = ran.lse.transpose(0, 1).contiguous().transpose(0, 1)
+    fa4._Kernel().backward(request, ran._replace(out=made, lse=lse), made)
+    given = package.only(BACKWARD)
+    assert torch.equal(given["lse"], lse)
+    for name in ("out", "dout"):
+        assert given[name].data_ptr() != made.data_ptr()
+        assert torch.equal(given[name], made)
 
 
 @pytest.mark.parametrize("shift", flash_attn_cases.ADVERSARIAL)

@@ -6,8 +6,9 @@ import re
 
 import pytest
 import torch
-from gpu.package_runs import PACKAGES, require
+from gpu.package_runs import PACKAGES, hold_lse, require
 from gpu.test_cuda_kernels import TOLERANCE, band, names_of, problem
+from packaging.version import Version
 from reference import attend, error
 
 import attnroute
@@ -72,6 +73,22 @@ def test_a_predicate():
 
 def test_softcap():
     check(square(), is_causal=True, allowed=band(LENGTH, LENGTH, None, 0), softcap=15.0, train=False)
+
+
+@pytest.mark.parametrize("sink", [None, [0.5, -2.0, 3.0, 0.0]], ids=["plain", "sink"])
+def test_the_log_sum_exp_is_natural_or_refused(sink):
+    """torch multiplies it by log(2) before 2.13, as if these kernels gave it to the base 2."""
+    inputs = [t.detach() for t in square()]
+    given = {"is_causal": True, "sink": None if sink is None else torch.tensor(sink, device="cuda")}
+    verdict = attnroute.explain(*inputs, return_lse=True, **given).verdict(BACKEND)
+    if Version(torch.__version__) < Version("2.13"):
+        assert verdict.status == "rejected", verdict
+        return
+    out, lse = attnroute.attention(*inputs, backend=BACKEND, return_lse=True, **given)
+    allowed = band(LENGTH, LENGTH, None, 0)
+    want, want_lse = attend(*inputs, allowed=allowed, sink=given["sink"])
+    assert error(out, want) <= TOLERANCE[out.dtype]
+    hold_lse(lse, want_lse)
 
 
 def test_calls_outside_the_rows_are_rejected():

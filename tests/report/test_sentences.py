@@ -78,6 +78,27 @@ def test_a_provider_that_cannot_be_imported_is_said_with_its_error() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({}, "needs flash-attn-3 or xformers, none of which is installed"),
+        (
+            {"xformers": "c"},
+            "needs flash-attn-3 or xformers: flash-attn-3 is not installed and xformers cannot be used (c)",
+        ),
+        (
+            {"xformers": "b", "flash-attn-3": "a"},
+            "needs flash-attn-3 or xformers: flash-attn-3 cannot be used (a) and xformers cannot be used (b)",
+        ),
+    ],
+)
+def test_alternatives_are_said_with_what_is_wrong_with_each(broken, said) -> None:
+    host = HOST.model_copy(update={"broken": broken})
+    given = verdict("beta", "unavailable", missing=("flash-attn-3 | xformers",))
+    assert sentences.status(given, decision(given, host=host)) == f"unavailable, {said}"
+    assert sentences.needed("flash-attn-3 | xformers") == "flash-attn-3 or xformers"
+
+
 def test_what_is_no_distribution_is_said_in_words() -> None:
     given = verdict("beta", "unavailable", missing=("c++", "avx2"))
     said = sentences.status(given, decision(given))
@@ -204,6 +225,18 @@ def test_stock_is_said(given, said) -> None:
         (
             {"kind": "upgrade", "change": "torch", "version": "2.14.0"},
             "upgrading to torch >= 2.14.0 would select beta",
+        ),
+        (
+            {"kind": "upgrade", "change": "flash-attn-4", "version": "4.0.0b12", "allows": "gamma"},
+            "upgrading to flash-attn-4 >= 4.0.0b12 would make gamma eligible",
+        ),
+        (
+            {"kind": "install", "change": "a", "version": "1", "below": "3", "also": (("b", None, "2"),)},
+            "installing a >= 1, < 3 and b < 2 would select beta",
+        ),
+        (
+            {"kind": "install", "change": "a", "also": (("b", "2", None), ("c++", None, None))},
+            "installing a, b >= 2 and a C++ compiler would select beta",
         ),
         ({"kind": "dropout", "change": "dropout_p = 0"}, "dropout_p = 0 would select beta"),
         ({"kind": "pad_seqlen", "change": "seqlen = 768"}, "seqlen = 768 would select beta"),

@@ -114,6 +114,18 @@ def test_needs_of_no_architecture(broken, file, said):
     only(problems(broken), file, said.partition(" ")[0])
 
 
+@pytest.mark.parametrize("need", ["triton|cudnn", "triton | triton", "Triton"])
+def test_a_need_that_nobody_can_read(broken, need):
+    replace(broken / "any" / "flex.toml", 'needs = ["torch"', f'needs = ["torch", "{need}"')
+    assert f'got "{need}"' in only(problems(broken), "any/flex.toml", "needs")
+
+
+def test_a_need_of_an_architecture_that_nobody_can_read(broken):
+    path = broken / "cpu" / "flex.toml"
+    replace(path, 'needs = ["torch"', 'needs = ["torch or nothing"')
+    assert 'got "torch or nothing"' in only(problems(broken), "cpu/flex.toml", "needs")
+
+
 def test_two_orders_of_one_name(broken):
     replace(broken / "sm_90" / "arch.toml", 'name = "wide-heads"', 'name = "float32"')
     assert "stands twice" in only(problems(broken), "sm_90/arch.toml", "name")
