@@ -35,7 +35,7 @@ Wanted = tuple[bool, bool, bool, bool]
 """Which of `Grads` are asked for."""
 
 _TENSORS = 4
-_SETTINGS = 5
+_SETTINGS = 7
 
 
 class Ran(NamedTuple):
@@ -75,7 +75,14 @@ def run_with_sink(run: Run, inputs: Inputs, plan: Plan) -> Output:
         return cast(
             "Output",
             _WithSink.apply(  # type: ignore[no-untyped-call]
-                _kernel(plan.backend), plan, mask, inputs.scale, inputs.dropout_p, *tensors
+                _kernel(plan.backend),
+                plan,
+                mask,
+                inputs.scale,
+                inputs.dropout_p,
+                inputs.softcap,
+                inputs.alibi_slopes,
+                *tensors,
             ),
         )
     out, lse = run(inputs, _with_lse(plan))
@@ -118,12 +125,14 @@ class _WithSink(torch.autograd.Function):
         mask: LoweredMask,
         scale: float | None,
         dropout_p: float,
+        softcap: float,
+        slopes: Tensor | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         sink = cast("Tensor", tensors[_TENSORS])
-        ran = kernel.forward(_inputs(mask, scale, dropout_p, tensors), plan)
+        ran = kernel.forward(_inputs(mask, scale, dropout_p, softcap, slopes, tensors), plan)
         out, lse = shrunk(ran.out, ran.lse, sink), total(ran.lse, sink)
-        ctx.settings = (kernel, plan, mask, scale, dropout_p)
+        ctx.settings = (kernel, plan, mask, scale, dropout_p, softcap, slopes)
         # Tensors are saved as autograd wants it, so that checkpoints and offloading see them.
         ctx.constants = tuple(None if isinstance(part, Tensor) else part for part in ran.rest)
         saved = (part if isinstance(part, Tensor) else None for part in ran.rest)
@@ -136,22 +145,39 @@ class _WithSink(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # A checkpoint recomputes what is saved when it is first read, and allows no second reading.
         query, key, value, attn, sink, out, lse, *saved = ctx.saved_tensors
-        kernel, plan, mask, scale, dropout_p = ctx.settings
+        kernel, plan, mask, scale, dropout_p, softcap, slopes = ctx.settings
         *wanted, sink_wanted = ctx.needs_input_grad[_SETTINGS:]
         # What has no key weighs nothing: exp(-inf - inf) is 0 where exp(-inf + inf) is NaN.
         lse = lse.masked_fill(lse == -math.inf, math.inf)
         grads: tuple[Tensor | None, ...] = (None,) * _TENSORS
         if any(wanted):
             rest = tuple(c if t is None else t for c, t in zip(ctx.constants, saved, strict=True))
-            inputs = _inputs(mask, scale, dropout_p, (query, key, value, attn))
+            inputs = _inputs(mask, scale, dropout_p, softcap, slopes, (query, key, value, attn))
             grads = kernel.backward(inputs, plan, Ran(out, lse, rest), grad_out, tuple(wanted))
         grad_sink = sink_gradient(grad_out, out, lse, sink) if sink_wanted else None
         return *(None,) * _SETTINGS, *grads, grad_sink
 
 
-def _inputs(mask: LoweredMask, scale: float | None, dropout_p: float, tensors: Any) -> Inputs:
+def _inputs(
+    mask: LoweredMask,
+    scale: float | None,
+    dropout_p: float,
+    softcap: float,
+    slopes: Tensor | None,
+    tensors: Any,
+) -> Inputs:
     query, key, value, attn, *_ = tensors
-    return Inputs(query, key, value, mask, attn=attn, scale=scale, dropout_p=dropout_p)
+    return Inputs(
+        query,
+        key,
+        value,
+        mask,
+        attn=attn,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=slopes,
+        dropout_p=dropout_p,
+    )
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
