@@ -28,6 +28,12 @@ def torch(release):
 
 
 CASES = [
+    Case(
+        "any/flex_fa4/log-sum-exp-before-torch-2-13",
+        "sm_90",
+        {"return_lse": True} | torch("2.12.0"),
+        torch("2.13.0"),
+    ),
     Case("any/flex_fa4/torch-before-2-11", "sm_90", torch("2.10.0"), torch("2.11.0")),
     Case("any/flex_fa4/release-before-b11", "sm_90", fa4(10), fa4(11)),
     Case("any/flex_fa4/sink-gradient-before-torch-2-14", "sm_90", TRAINING | SINK, torch("2.14.0")),
