@@ -9,7 +9,20 @@ from attnroute.call import Call
 from attnroute.host import Host
 from attnroute.policy import Policy
 
-KNOWN = ("chunked", "cudnn", "efficient", "flash", "flex", "math")
+KNOWN = (
+    "chunked",
+    "cudnn",
+    "cudnn_fe",
+    "efficient",
+    "fa2",
+    "fa3",
+    "fa4",
+    "flash",
+    "flex",
+    "flex_fa4",
+    "math",
+    "te",
+)
 CPU = Host(arch="cpu", versions={"torch": "2.13.0"})
 CALL = Call(
     dtype="float32",

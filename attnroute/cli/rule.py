@@ -41,5 +41,7 @@ def _rows(tables: Tables) -> Iterator[Row]:
     for backend, info in tables.backends.items():
         yield Row(f"any/{backend}/versions-known", f"any/{backend}.toml", info)
         for arch in tables.arch_names:
+            if tables.rules(arch, backend) is None:
+                yield Row(f"{arch}/{backend}/no-table", f"any/{backend}.toml", info)
             for answer in tables.features(arch, backend).values():
                 yield Row(answer.id, f"{answer.id.partition('/')[0]}/{backend}.toml", answer.answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attnroute.call import Call
@@ -142,13 +143,23 @@ def _row(row: RuleRow, call: Call, facts: Facts, host: Host, info: BackendInfo) 
     rule = row.rule
     applies = _applies(rule, call, facts, host, info)
     outcome: Outcome = "not_applicable"
-    got = ""
     if applies != "false":
         outcome = _outcome(rule.requires, facts)
     if applies == "unknown" and outcome != "pass":
         outcome = "unknown"
-    if outcome in ("fail", "unknown"):
-        got = _got(rule, facts, host)
+    if outcome not in ("fail", "unknown"):
+        return _without_objection(row, outcome)
+    return _finding(row, outcome, _got(rule, facts, host))
+
+
+@lru_cache(maxsize=8192)
+def _without_objection(row: RuleRow, outcome: Outcome) -> Finding:
+    """Of the rows of a backend nearly all say nothing against a call: these findings are made once."""
+    return _finding(row, outcome, "")
+
+
+def _finding(row: RuleRow, outcome: Outcome, got: str) -> Finding:
+    rule = row.rule
     return Finding(
         rule=row.id,
         kind=rule.kind,
@@ -184,9 +195,9 @@ def _versions_hold(rule: Rule, host: Host, info: BackendInfo) -> Tri:
 
 def _box(box: Box | AnyOf, facts: Facts) -> Tri:
     if isinstance(box, AnyOf):
-        return conditions.combine_or([_box(option, facts) for option in box.any_of])
+        return conditions.combine_or(_box(option, facts) for option in box.any_of)
     return conditions.combine_and(
-        [conditions.evaluate(spec, facts[field], facts) for field, spec in box.items()]
+        conditions.evaluate(spec, facts[field], facts) for field, spec in box.items()
     )
 
 

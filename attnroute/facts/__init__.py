@@ -6,7 +6,9 @@ that may change at run time (`context.dynamic`) is a `Varies`: a rule about it m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, get_args
 
 from attnroute.call import (
@@ -54,7 +56,7 @@ class Unknown:
 
 UNKNOWN: Final = Unknown()
 Value = bool | int | float | str | Varies | Unknown
-Facts = dict[str, Value]
+Facts = Mapping[str, Value]
 
 FACTS: Final[dict[str, str]] = {
     "dtype": "dtype of query, key and value",
@@ -160,8 +162,9 @@ WORDS: Final[dict[str, tuple[str, ...]]] = {
 """The fields whose value is a word, with every word that it can be. All others are numbers or bools."""
 
 
+@lru_cache(maxsize=64)
 def facts_of(call: Call) -> Facts:
-    """Compute every field of `FACTS` for one call."""
+    """Compute every field of `FACTS` for one call: once, though every backend's rows are held against it."""
     return {**sizes_of(call), **_mask(call), **_additive(call), **_rest(call)}
 
 

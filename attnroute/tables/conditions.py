@@ -7,6 +7,7 @@ bool means equality, a list means one of. Nothing is ever executed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -94,24 +95,28 @@ def evaluate(spec: Spec, value: Value, facts: Facts) -> Tri:
     if isinstance(spec, list):
         return "varies" if isinstance(value, Varies) else _tri(value in spec)
     if isinstance(spec, str):
-        return combine_and([_term(term, value, facts) for term in parse(spec)])
+        return combine_and(_term(term, value, facts) for term in parse(spec))
     return "varies" if isinstance(value, Varies) else _tri(value == spec)
 
 
-def combine_and(parts: list[Tri]) -> Tri:
-    """All must hold: one false decides, then what is not certain."""
-    for result in ("false", "unknown", "varies"):
-        if result in parts:
-            return result
-    return "true"
+def combine_and(parts: Iterable[Tri]) -> Tri:
+    """All must hold: one false decides, and nothing behind it is looked at; then what is not certain."""
+    return _combine(parts, decides="false", otherwise="true")
 
 
-def combine_or(parts: list[Tri]) -> Tri:
-    """One must hold: one true decides, then what is not certain."""
-    for result in ("true", "unknown", "varies"):
-        if result in parts:
-            return result
-    return "false"
+def combine_or(parts: Iterable[Tri]) -> Tri:
+    """One must hold: one true decides, and nothing behind it is looked at; then what is not certain."""
+    return _combine(parts, decides="true", otherwise="false")
+
+
+def _combine(parts: Iterable[Tri], *, decides: Tri, otherwise: Tri) -> Tri:
+    result = otherwise
+    for part in parts:
+        if part == decides:
+            return decides
+        if part == "unknown" or (part == "varies" and result == otherwise):
+            result = part
+    return result
 
 
 def render(field: str, spec: Spec) -> str:

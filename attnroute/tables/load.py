@@ -44,9 +44,9 @@ _SIBLING = Path(__file__).parent.parent.parent / "capability_tables"
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RuleRow:
-    """A rule with its id and the file it stands in."""
+    """A rule with its id and the file it stands in; two are equal only if they are one, so one is a key."""
 
     id: str
     rule: Rule

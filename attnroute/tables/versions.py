@@ -1,9 +1,8 @@
 """Version ranges with the traps of this field handled once.
 
 Nightlies (`2.14.0a0`, `2.15.0.dev20260922`) compare by their base version; `2.8.3.post1` counts as 2.8.3;
-local
-parts (`+cu130`) are ignored; cuDNN's fourth number is a build and is dropped; flash-attn-4 has published only
-betas, so its pre-releases compare as they are.
+local parts (`+cu130`) are ignored; cuDNN's fourth number is a build and is dropped; flash-attn-4 has
+published only betas, so its pre-releases compare as they are.
 """
 
 from __future__ import annotations
@@ -56,9 +55,13 @@ def comparable(distribution: str, version: str) -> Version:
 
 def contains(ranges: str | list[str], distribution: str, version: str) -> bool:
     """Return whether the version lies in the range, or in one of several ranges."""
-    point = comparable(distribution, version)
     options = [ranges] if isinstance(ranges, str) else ranges
-    return any(point in specifier(option) for option in options)
+    return any(_inside(option, distribution, version) for option in options)
+
+
+@lru_cache(maxsize=4096)
+def _inside(option: str, distribution: str, version: str) -> bool:
+    return comparable(distribution, version) in specifier(option)
 
 
 def version_of(distribution: str, versions: dict[str, str]) -> str | None:

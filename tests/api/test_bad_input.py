@@ -33,7 +33,7 @@ def test_one_sentence_names_the_argument_and_nothing_runs(function, tensors, arg
 @pytest.mark.parametrize("function", [attnroute.attention, attnroute.explain])
 @pytest.mark.parametrize("name", ["backend", "prefer"])
 def test_an_unknown_backend_is_refused_with_the_nearest(function, name):
-    said = rf'attention\(\) {name} requires one of chunked, .*math; got "flahs"; did you mean "flash"\?'
+    said = rf'attention\(\) {name} requires one of chunked, .*math, te; got "flahs"; did you mean "flash"\?'
     with Spy() as spy, pytest.raises(OverrideError, match=said):
         function(QUERY, KEY, KEY, **{name: "flahs"})
     assert spy.backends == set()

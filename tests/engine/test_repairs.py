@@ -45,6 +45,7 @@ MAY_CHANGE = {
     "recognize_mask": {"mask"},
     "from_varlen": {"mask", "layout"},
     "to_varlen": {"mask", "layout"},
+    "backward_from_chunked": {"phase", "return_lse", "qkv_requires_grad"},
     "sink_from_lse": {"sink", "return_lse"},
     "materialize_mask": {"mask"},
     "expand_kv": {"num_heads_kv", "strides"},

@@ -276,5 +276,5 @@ def test_the_operator_refuses_functions():
     limits = _chunked_plan.Limits()
     for extra in ({"program": wide_program(8)}, {"score_mod": lambda score, *_: score}):
         spec = Spec(1.0, 0.0, 0.0, 0, limits, None, **extra)
-        with pytest.raises(AttnRouteError, match="no score_mod, inside a compiled graph"):
+        with pytest.raises(AttnRouteError, match="without functions inside a compiled graph"):
             _chunked_op.attend_compiled(*tensors, Extras(), spec, None)

@@ -49,7 +49,7 @@ HOPPER = [
     ("wide-heads-long", LONGER | dims(320) | causal(), "chunked"),
     ("wide-heads", lengths(4096, 4096) | dims(320) | {"num_heads_q": 8}, "efficient"),
     ("training-head-dim-512", lengths(4096, 4096) | dims(512) | TRAINING, "cudnn_fe"),
-    ("training-wide-heads", lengths(4096, 4096) | dims(320) | TRAINING, "chunked"),
+    ("training-wide-heads", lengths(4096, 4096) | dims(320) | TRAINING, "cudnn_fe"),
     ("float32", LONG | {"dtype": "float32"}, "efficient"),
 ]
 
