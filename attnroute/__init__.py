@@ -63,7 +63,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         msg = f"module 'attnroute' has no attribute {name!r}"
         raise AttributeError(msg)
-    return getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value  # The next use costs nothing.
+    return value
 
 
 def __dir__() -> list[str]:

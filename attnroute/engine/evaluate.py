@@ -11,7 +11,7 @@ from attnroute.engine.needs import needed_features
 from attnroute.facts import Facts, facts_of
 from attnroute.host import Host
 from attnroute.tables import conditions
-from attnroute.tables.alternatives import alternatives, names_in
+from attnroute.tables.alternatives import alternatives, names_in, spare
 from attnroute.tables.schema import AnyOf, BackendInfo, Box, Option, Order, Rule
 from attnroute.tables.versions import contains, version_of
 
@@ -93,7 +93,8 @@ def versions_known_id(backend: str) -> str:
 
 def versions_outside(info: BackendInfo, host: Host) -> dict[str, str]:
     """Return the versions of the host that a backend's tables make no statement about, by distribution."""
-    present = {name: version_of(name, host.versions) for name in info.versions_known}
+    unused = spare(info.needs, lambda name: _has(host, name))
+    present = {n: version_of(n, host.versions) for n in info.versions_known if n not in unused}
     return {
         name: version
         for name, version in present.items()
@@ -103,7 +104,10 @@ def versions_outside(info: BackendInfo, host: Host) -> dict[str, str]:
 
 def _versions_known(backend: str, info: BackendInfo, host: Host) -> Finding:
     outside = versions_outside(info, host)
-    said = outside or {n: version_of(n, host.versions) or "none" for n in info.versions_known}
+    unused = spare(info.needs, lambda name: _has(host, name))
+    said = outside or {
+        n: version_of(n, host.versions) or "none" for n in info.versions_known if n not in unused
+    }
     ranges = [f"{name} {_ranges(info.versions_known[name])}" for name in said]
     return Finding(
         rule=versions_known_id(backend),

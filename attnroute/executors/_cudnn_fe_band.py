@@ -7,11 +7,13 @@ counts from the bottom right, where a band that was said from the top left may h
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from attnroute.executors._request import swapped
 from attnroute.executors._sink import sink_gradient as sum_of_sink
 
 if TYPE_CHECKING:
@@ -41,15 +43,21 @@ def band_of(request: Request) -> Band:
     Raises:
         ValueError: A side is negative from either corner.
     """
-    left, right = request.left, request.right
-    if request.max_seqlen_q == 1 and right is not None and right >= 0:
+    offset = None if request.is_ragged else request.offset
+    return _band(request.left, request.right, offset, single=request.max_seqlen_q == 1)
+
+
+@lru_cache(maxsize=1024)
+def _band(left: int | None, right: int | None, offset: int | None, *, single: bool) -> Band:
+    """Return the band of one request; `offset` is None where each sequence has its own."""
+    if single and right is not None and right >= 0:
         # The only query of a sequence is its last, and no key comes after the diagonal.
         right = None
     if left is None and right is None:
         return Band(None, None, bottom_right=False)
     corners = [Band(left, right, bottom_right=True)]
-    if not request.is_ragged:
-        corners.append(Band(_plus(left, -request.offset), _plus(right, request.offset), bottom_right=False))
+    if offset is not None:
+        corners.append(Band(_plus(left, -offset), _plus(right, offset), bottom_right=False))
     fitting = [c for c in corners if not any(side is not None and side < 0 for side in (c.left, c.right))]
     if not fitting:
         msg = (
@@ -97,8 +105,10 @@ def sink_gradient(request: Request, out: Tensor, lse: Tensor, grad_out: Tensor) 
     if request.sink is None:
         return None
     if request.is_ragged:
-        grad_out, out, lse = grad_out[None], out[None], lse[None]
-    return sum_of_sink(grad_out.transpose(1, 2), out.transpose(1, 2), lse, request.sink.float())
+        grad_out, out, lse = grad_out[None].transpose(1, 2), out[None].transpose(1, 2), lse[None]
+    else:
+        grad_out, out = swapped(request, grad_out), swapped(request, out)
+    return sum_of_sink(grad_out, out, lse, request.sink.float())
 
 
 def queries_alone(request: Request) -> Tensor:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from attnroute.errors import KernelRefusedError
 from attnroute.executors import _first_call, _from_lse, _launch
 from attnroute.executors._inputs import Inputs, Output, Plan
-from attnroute.executors._request import SCHEMA, Request, packed, padded, request_of
+from attnroute.executors._request import SCHEMA, Request, packed, padded, request_of, swapped
 from attnroute.executors._sink import Grads, Ran, Wanted
 from attnroute.masks.tracing import is_traced
 
@@ -29,6 +29,8 @@ _SAVED = 8
 _SINK = Request._fields.index("sink")
 _OUTPUTS = 3
 """What a forward launch returns, saved before the fields."""
+_GIVEN_BACK = 1 + _OUTPUTS
+"""What a backward launch takes before the fields."""
 _NO_MARK: AbstractContextManager[Any] = nullcontext()
 
 
@@ -60,7 +62,8 @@ class Kernel(Protocol):
     """How a package's kernel is launched. Both run without autograd, inside `before_launch`.
 
     A kernel whose log-sum-exp is never +inf may say `says_infinity = False`, which saves two small kernels;
-    one that is compiled at its first call says `compiles = True`, so that the user hears of it.
+    one that is compiled at its first call says `compiles = True`, so that the user hears of it; one that
+    takes padded batches in layout bhsd says `heads_first = True` and is spared views, which cost the host.
     """
 
     def forward(self, request: Request, /) -> Launched:
@@ -88,6 +91,7 @@ class External:
         self._kernel = kernel
         self._says_infinity = getattr(kernel, "says_infinity", True)
         self._compiles = getattr(kernel, "compiles", False)
+        self._heads_first = getattr(kernel, "heads_first", False)
         self._forward = torch.library.custom_op(
             f"attnroute::{backend}",
             self._forward_of_graphs,
@@ -109,39 +113,49 @@ class External:
 
     def run(self, inputs: Inputs, plan: Plan) -> Output:
         """Run one call."""
-        request = request_of(inputs, plan)
-        if _is_in_graph(inputs.query):
+        in_graph = _is_in_graph(inputs.query)
+        request = self._request_of(inputs, plan, in_graph=in_graph)
+        if in_graph:
             out, lse, _ = self._forward(*request)
         elif plan.training:
             out, lse = _Eager.apply(self, *request)  # type: ignore[no-untyped-call]
         else:
-            out, lse, _ = self._launch_forward(*request)
+            out, lse, _ = self._launch_forward(request, reads_lse=plan.return_lse)
         out, lse = padded(request, out, lse, inputs)
         # The backward knows no gradient of the log-sum-exp.
         return out, lse.detach() if plan.return_lse else None
 
     def forward(self, inputs: Inputs, plan: Plan) -> Ran:
         """Run the forward alone, recording no gradient."""
-        request = request_of(inputs, plan)
+        in_graph = _is_in_graph(inputs.query)
+        request = self._request_of(inputs, plan, in_graph=in_graph)
         with torch.no_grad():
-            run = self._forward if _is_in_graph(inputs.query) else self._launch_forward
-            out, lse, state = run(*request)
+            out, lse, state = self._forward(*request) if in_graph else self._launch_forward(request)
         return Ran(*padded(request, out, lse, inputs), (state,))
 
     def backward(self, inputs: Inputs, plan: Plan, ran: Ran, grad_out: Tensor, _: Wanted) -> Grads:
         """Run the backward alone."""
-        request = request_of(inputs, plan)
+        in_graph = _is_in_graph(grad_out)
+        request = self._request_of(inputs, plan, in_graph=in_graph)
         out, lse = packed(request, ran.out, ran.lse)
         grad, _lse = packed(request, grad_out, ran.lse)
-        run = self._backward if _is_in_graph(grad) else self._launch_backward
-        grads = run(grad, out, lse, ran.rest[0], *request)
+        launched = Launched(out, lse, ran.rest[0])
+        if in_graph:
+            grads = Gradients(*self._backward(grad, *launched, *request))
+        else:
+            grads = self._launch_backward(grad, launched, request)
         batch = inputs.query.shape[0]
-        given = grads[:3] if not request.is_ragged else (g.unflatten(0, (batch, -1)) for g in grads[:3])
-        query, key, value = (g.transpose(1, 2) for g in given)
+        if request.is_ragged:
+            query, key, value = (g.unflatten(0, (batch, -1)).transpose(1, 2) for g in grads[:3])
+        else:
+            query, key, value = (swapped(request, g) for g in grads[:3])
         return query, key, value, None
 
-    def _launch_forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        request = Request(*arguments)
+    def _request_of(self, inputs: Inputs, plan: Plan, *, in_graph: bool) -> Request:
+        # What an operator returns in a graph lies in the order of its dimensions, and models have theirs so.
+        return request_of(inputs, plan, heads_first=self._heads_first and not in_graph)
+
+    def _launch_forward(self, request: Request, *, reads_lse: bool = True) -> Launched:
         try:
             with self._guarded("forward", request), self._shown("forward", request):
                 out, lse, state = self._kernel.forward(request)
@@ -153,38 +167,38 @@ class External:
             out, lse = _from_lse.forward(request)
             state = None
         lse = lse.float()
-        if self._says_infinity:
+        if self._says_infinity and reads_lse:
             # -inf for rows with no key, whatever the kernel says.
             lse = lse.masked_fill(lse == torch.inf, -torch.inf)
-        return out, lse, out.new_empty(0, dtype=torch.int64) if state is None else state
+        return Launched(out, lse, state)
 
-    def _launch_backward(
-        self, grad_out: Tensor, out: Tensor, lse: Tensor, state: Tensor, *arguments: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        request = Request(*arguments)
-        ran = Launched(out, lse, state if state.numel() else None)
+    def _launch_backward(self, grad_out: Tensor, ran: Launched, request: Request) -> Gradients:
         try:
             with self._guarded("backward", request), self._shown("backward", request):
-                grads = self._kernel.backward(request, ran, grad_out)
+                return self._kernel.backward(request, ran, grad_out)
         except KernelRefusedError as error:
             # Output and log-sum-exp are the same whatever kernel made them, so another one can go on.
             if request.fallback == "none" or request.dropout_p:
                 raise
             self._note(error, request)
-            grads = _from_lse.backward(request, ran, grad_out)
-        no_sink = request.query.new_empty(0, dtype=torch.float32)
-        return *grads[:3], no_sink if grads.sink is None else grads.sink
+            return _from_lse.backward(request, ran, grad_out)
 
     def _forward_of_graphs(self, *arguments: Any) -> tuple[Tensor, ...]:
         """An operator's outputs lie as its fake ones do, and own their memory."""
-        return tuple(t.contiguous() for t in self._launch_forward(*arguments))
+        out, lse, state = self._launch_forward(Request(*arguments))
+        state = out.new_empty(0, dtype=torch.int64) if state is None else state
+        return out.contiguous(), lse.contiguous(), state.contiguous()
 
     def _backward_of_graphs(self, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(t.contiguous() for t in self._launch_backward(*arguments))
+        grad_out, out, lse, state, *fields = arguments
+        ran = Launched(out, lse, state if state.numel() else None)
+        *grads, sink = self._launch_backward(grad_out, ran, Request(*fields))
+        sink = out.new_empty(0, dtype=torch.float32) if sink is None else sink
+        return *(g.contiguous() for g in grads), sink.contiguous()
 
     def _guarded(self, direction: str, request: Request) -> AbstractContextManager[None]:
         """Make refusals one error; those that another kernel answers are not asked for twice."""
-        what = None if request.fallback == "none" else (direction, *_code_of(request))
+        what = None if request.fallback == "none" else lambda: (direction, *_code_of(request))
         draws_on = request.query.device if request.dropout_p else None
         return _launch.before_launch(self._backend, what=what, draws_on=draws_on)
 
@@ -215,28 +229,29 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, external: External, *request: Any) -> tuple[Tensor, Tensor]:
-        out, lse, state = external._launch_forward(*request)
+        ran = external._launch_forward(Request(*request))
         ctx.external, ctx.numbers = external, request[_SAVED:]
-        ctx.save_for_backward(out, lse, state, *request[:_SAVED])
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.save_for_backward(*ran, *request[:_SAVED])
+        ctx.mark_non_differentiable(ran.lse)
+        return ran.out, ran.lse
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        grads = ctx.external._launch_backward(grad_out, *saved, *ctx.numbers)
+        request = Request(*saved[_OUTPUTS:], *ctx.numbers)
+        grads = ctx.external._launch_backward(grad_out, Launched(*saved[:_OUTPUTS]), request)
         return None, *_each(grads, saved, wants_sink=ctx.needs_input_grad[1 + _SINK])
 
 
 def _each(
-    grads: tuple[Tensor, Tensor, Tensor, Tensor], saved: tuple[Tensor | None, ...], *, wants_sink: bool
+    grads: tuple[Tensor | None, ...], saved: tuple[Tensor | None, ...], *, wants_sink: bool
 ) -> tuple[Tensor | None, ...]:
     """Return a gradient, or None, for every field of a request."""
     query, key, value, sink = grads
     found: list[Tensor | None] = [query, key, value, *[None] * (_FIELDS - 3)]
     given = saved[_OUTPUTS + _SINK]
-    if wants_sink and given is not None:
+    if wants_sink and given is not None and sink is not None:
         found[_SINK] = sink.to(given.dtype)
     return tuple(found)
 
@@ -255,7 +270,8 @@ def _mark(name: str) -> AbstractContextManager[Any]:
 def _code_of(request: Request) -> tuple[Hashable, ...]:
     """Return what a kernel has code of its own for, as far as a request says it."""
     query, key, value = request.query, request.key, request.value
-    heads = tuple(t.shape[-2:] for t in (query, key, value))
+    place = 1 if request.heads_first else -2
+    heads = tuple((t.shape[place], t.shape[-1]) for t in (query, key, value))
     bands = (request.left is None, request.right is None, request.is_causal)
     extras = (request.sink is None, request.alibi_slopes is None, request.softcap, request.dropout_p > 0)
     fixed = (request.deterministic, request.training, request.options)
@@ -277,7 +293,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    request = Request(*arguments[4:])
+    request = Request(*arguments[_GIVEN_BACK:])
     grads = (t.new_empty(t.shape) for t in (request.query, request.key, request.value))
     sink = request.query.new_empty(0 if request.sink is None else request.sink.shape, dtype=torch.float32)
     return *grads, sink  # type: ignore[return-value]

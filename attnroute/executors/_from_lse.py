@@ -16,6 +16,7 @@ from attnroute.executors._chunked_call import Call, Saved, plain
 from attnroute.executors._chunked_forward import run_forward
 from attnroute.executors._chunked_tile import Extras, Spec
 from attnroute.executors._inputs import Inputs
+from attnroute.executors._request import swapped
 from attnroute.executors.chunked import limits_of, program_of
 from attnroute.masks.lowered import LoweredMask
 from attnroute.masks.sequences import Tokens, diagonal
@@ -160,9 +161,9 @@ def _call(inputs: Inputs) -> tuple[Call, Any]:
 
 
 def _heads_first(request: Request, tensor: Tensor) -> Tensor:
-    return tensor.transpose(0, 1)[None] if request.is_ragged else tensor.transpose(1, 2)
+    return tensor.transpose(0, 1)[None] if request.is_ragged else swapped(request, tensor)
 
 
 def _rows(request: Request, tensor: Tensor) -> Tensor:
     """Undo `_heads_first`."""
-    return tensor[0].transpose(0, 1) if request.is_ragged else tensor.transpose(1, 2)
+    return tensor[0].transpose(0, 1) if request.is_ragged else swapped(request, tensor)

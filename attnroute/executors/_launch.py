@@ -75,14 +75,14 @@ def forget() -> None:
 
 
 def before_launch(
-    backend: str, *, what: Hashable = None, draws_on: torch.device | None = None
+    backend: str, *, what: Callable[[], Hashable] | None = None, draws_on: torch.device | None = None
 ) -> _BeforeLaunch:
     """Make one error of all ways in which a package refuses a call; used around the launch of its kernel.
 
     Args:
         backend: Whose kernel it is.
-        what: What makes code of its own, by which a refusal is remembered: the package is not asked again.
-            None = ask it every time.
+        what: Says what makes code of its own, by which a refusal is remembered: the package is not asked
+            again. It is called only where there is a refusal. None = ask the package every time.
         draws_on: The device whose random numbers the package draws before the launch, None where it draws
             none: a kernel that did not run has drawn none.
 
@@ -96,15 +96,19 @@ def before_launch(
 class _BeforeLaunch:
     __slots__ = ("_backend", "_draws_on", "_state", "_what")
 
-    def __init__(self, backend: str, what: Hashable, draws_on: torch.device | None) -> None:
+    def __init__(
+        self, backend: str, what: Callable[[], Hashable] | None, draws_on: torch.device | None
+    ) -> None:
         self._backend = backend
         self._what = what
         self._draws_on = draws_on
         self._state: Tensor | None = None
 
     def __enter__(self) -> None:
-        if self._what is not None and (said := _REFUSED.get((self._backend, self._what))) is not None:
-            raise _refusal(self._backend, said)
+        if _REFUSED and self._what is not None:
+            said = _REFUSED.get((self._backend, self._what()))
+            if said is not None:
+                raise _refusal(self._backend, said)
         if self._draws_on is not None and not _is_captured(self._draws_on):
             self._state = _generator(self._draws_on).get_state()
 
@@ -118,7 +122,7 @@ class _BeforeLaunch:
         said = said_by(error)
         if self._what is not None:
             # The text alone: an exception holds the frames that it went through, with their tensors.
-            _REFUSED[self._backend, self._what] = said
+            _REFUSED[self._backend, self._what()] = said
         raise _refusal(self._backend, said) from error
 
 

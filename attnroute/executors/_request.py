@@ -40,6 +40,7 @@ class Request(NamedTuple):
             the forward) or, in a compiled graph, the operator "inside" (chunked). Either lets chunked's
             backward go on with what the forward made.
         options: Options of the kernel from table rows, as ``name=value`` joined by commas.
+        heads_first: The tensors of a padded batch are (batch, num_heads, seqlen, head_dim) instead.
     """
 
     query: Tensor
@@ -61,6 +62,7 @@ class Request(NamedTuple):
     training: bool
     fallback: str
     options: str
+    heads_first: bool
 
     @property
     def is_ragged(self) -> bool:
@@ -92,19 +94,21 @@ SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? used_kv,"
     " Tensor? sink, Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_kv, float scale,"
     " SymInt? left, SymInt? right, float softcap, float dropout_p, bool deterministic, bool training,"
-    " str fallback, str options"
+    " str fallback, str options, bool heads_first"
 )
 """The fields of `Request` as an operator's arguments."""
 
 
-def request_of(inputs: Inputs, plan: Plan) -> Request:
+def request_of(inputs: Inputs, plan: Plan, *, heads_first: bool = False) -> Request:
     """Return the request of one call: padded rows, or sequences where the plan says `to_varlen`."""
-    query, key, value = (t.transpose(1, 2) for t in (inputs.query, inputs.key, inputs.value))
+    query, key, value = inputs.query, inputs.key, inputs.value
     sums_q = sums_kv = used = None
-    longest_q, longest_kv = query.shape[1], key.shape[1]
+    longest_q, longest_kv = query.shape[2], key.shape[2]
+    if not heads_first or "to_varlen" in plan.repairs:
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if "to_varlen" in plan.repairs:
         (sums_q, sums_kv, used), longest_q, longest_kv = _flash_ragged.rows_of(inputs, training=plan.training)
-        query, key, value = (t.flatten(0, 1) for t in (query, key, value))
+        query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
     left, right = _flash_ragged.window_sizes(inputs)
     slopes = None if inputs.alibi_slopes is None else inputs.alibi_slopes.float()
     return Request(
@@ -126,7 +130,8 @@ def request_of(inputs: Inputs, plan: Plan) -> Request:
         plan.deterministic,
         plan.training,
         _fallback(query, plan),
-        ",".join(f"{name}={value}" for name, value in plan.options),
+        ",".join([f"{name}={value}" for name, value in plan.options]) if plan.options else "",
+        heads_first,
     )
 
 
@@ -136,10 +141,15 @@ def _fallback(query: Tensor, plan: Plan) -> str:
     return "inside" if is_traced(query) else "caller"
 
 
+def swapped(request: Request, tensor: Tensor) -> Tensor:
+    """Return a tensor of a padded batch in layout bhsd; this is its own inverse."""
+    return tensor if request.heads_first else tensor.transpose(1, 2)
+
+
 def padded(request: Request, out: Tensor, lse: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of a request in the shapes of the inputs, layout bhsd."""
     if not request.is_ragged:
-        return out.transpose(1, 2), lse
+        return swapped(request, out), lse
     batch, _, seqlen, _ = inputs.query.shape
     lse = lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
     return out.unflatten(0, (batch, seqlen)).transpose(1, 2), lse
@@ -148,5 +158,5 @@ def padded(request: Request, out: Tensor, lse: Tensor, inputs: Inputs) -> tuple[
 def packed(request: Request, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `padded`."""
     if not request.is_ragged:
-        return out.transpose(1, 2), lse
+        return swapped(request, out), lse
     return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from attnroute.executors import _flash_ragged
 from attnroute.executors._cudnn_fe_band import band_of, settled, settled_gradients, sink_gradient
 from attnroute.executors._external import External, Gradients, Launched
-from attnroute.executors._request import Request
+from attnroute.executors._request import Request, swapped
 
 _OPEN = -1
 
@@ -32,14 +32,18 @@ def _operators() -> Any:
 class _Kernel:
     """Both operators on one request; between them stands nothing but output and log-sum-exp."""
 
+    heads_first = True
+
     def forward(self, request: Request) -> Launched:
         """Launch `cudnn::sdpa_fwd`."""
         sink = None if request.sink is None else request.sink.float()
-        out, lse = _operators().sdpa_fwd(
-            **_inputs(request), **_settings(request), sinks=sink, return_lse=True
-        )
+        # The operator has an autograd layer of Python, which records nothing here and costs the host time.
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _operators().sdpa_fwd(
+                **_inputs(request), **_settings(request), sinks=sink, return_lse=True
+            )
         if not request.is_ragged:
-            return Launched(out.transpose(1, 2), lse.squeeze(-1))
+            return Launched(swapped(request, out), lse.squeeze(-1))
         return settled(request, Launched(out, lse.squeeze(-1).T))
 
     def backward(self, request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
@@ -68,8 +72,8 @@ def _inputs(request: Request) -> dict[str, Tensor]:
 
 
 def _heads_first(request: Request, tensor: Tensor) -> Tensor:
-    """Swap heads and tokens of a padded batch, which is its own inverse."""
-    return tensor if request.is_ragged else tensor.transpose(1, 2)
+    """Return a padded batch in layout bhsd, which is its own inverse."""
+    return tensor if request.is_ragged else swapped(request, tensor)
 
 
 def _rows(request: Request, lse: Tensor) -> Tensor:

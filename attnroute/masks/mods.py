@@ -40,12 +40,14 @@ class Names:
         constants: Limits of bands may be numbers of the text: not where they follow the lengths.
         tensors: The tensors; a tensor that comes twice has one name.
         functions: The functions.
+        squeezed: The tensors that stand in `tensors` without their dimensions of size 1, by their name.
     """
 
     prefix: str
     constants: bool = True
     tensors: list[Tensor] = field(default_factory=list)
     functions: list[Callable[..., Any]] = field(default_factory=list)
+    squeezed: dict[str, Tensor] = field(default_factory=dict)
 
     def tensor(self, tensor: Tensor) -> str:
         """Return the name of a tensor."""
@@ -54,6 +56,18 @@ class Names:
                 return f"{self.prefix}{place}"
         self.tensors.append(tensor)
         return f"{self.prefix}{len(self.tensors) - 1}"
+
+    def squeeze(self, tensor: Tensor, dims: tuple[int, ...]) -> str:
+        """Return the name of a tensor without some dimensions of size 1.
+
+        An index into them would be a constant, which torch's code for CuTe DSL does not take.
+        """
+        for name, known in self.squeezed.items():
+            if known is tensor:
+                return name
+        name = self.tensor(tensor.squeeze(dims))
+        self.squeezed[name] = tensor
+        return name
 
     def function(self, function: Callable[..., Any]) -> str:
         """Return the name of a function."""
@@ -97,8 +111,16 @@ def entry(tensor: Tensor, names: Names) -> str:
     has = [n > 1 for n in tensor.shape]
     if tensor.device.type == "cpu":
         return _flat_entry(tensor, has, names)
-    at = (index if varies else "0" for index, varies in zip("bhij", has, strict=True))
-    return f"{names.tensor(tensor)}[{', '.join(at)}]"
+    if not any(has):
+        return f"{names.tensor(tensor.view(-1))}[j * 0]"
+    return _indexed(tensor, "bhij", names)
+
+
+def _indexed(tensor: Tensor, indices: str, names: Names) -> str:
+    """Return the expression of an entry of a tensor that broadcasts over its dimensions of size 1."""
+    fixed = tuple(place for place, size in enumerate(tensor.shape) if size == 1)
+    at = ", ".join(index for index, size in zip(indices, tensor.shape, strict=True) if size > 1)
+    return f"{names.squeeze(tensor, fixed) if fixed else names.tensor(tensor)}[{at}]"
 
 
 def _flat_entry(tensor: Tensor, has: list[bool], names: Names) -> str:
@@ -134,13 +156,19 @@ def _tokens(lowered: LoweredMask, names: Names) -> list[str]:
     found = []
     ids_q, ids_kv, keep = lowered.document_ids_q, lowered.document_ids_kv, lowered.key_keep
     if ids_q is not None and ids_kv is not None:
-        row_q, row_kv = ("b" if ids.shape[0] > 1 else "0" for ids in (ids_q, ids_kv))
-        found.append(f"{names.tensor(ids_q)}[{row_q}, i] == {names.tensor(ids_kv)}[{row_kv}, j]")
+        found.append(f"{_in_row(ids_q, 'i', names)} == {_in_row(ids_kv, 'j', names)}")
     if keep is not None:
-        found.append(f"{names.tensor(keep)}[{'b' if keep.shape[0] > 1 else '0'}, j]")
+        found.append(_in_row(keep, "j", names))
     if lowered.dense is not None:
         found.append(entry(lowered.dense, names))
     return found
+
+
+def _in_row(tensor: Tensor, index: str, names: Names) -> str:
+    """Return the expression of an entry of a (batch or 1, seqlen) tensor, whatever the length is."""
+    if tensor.shape[0] > 1:
+        return f"{names.tensor(tensor)}[b, {index}]"
+    return f"{names.squeeze(tensor, (0,))}[{index}]"
 
 
 def _any_of(alternatives: tuple[LoweredMask, ...], names: Names, device: torch.device) -> str:
@@ -151,7 +179,9 @@ def _in_blocks(block_mask: Any, names: Names) -> str:
     """A BlockMask among other parts: its blocks are asked for each pair."""
     size_q, size_kv = block_mask.BLOCK_SIZE
     partial, full = block_matrices(block_mask)
-    row, head = ("b" if full.shape[0] > 1 else "0"), ("h" if full.shape[1] > 1 else "0")
-    at = f"[{row}, {head}, i // {size_q}, j // {size_kv}]"
+    fixed = tuple(place for place in (0, 1) if full.shape[place] == 1)
+    indices = [index for place, index in enumerate("bh") if place not in fixed]
+    at = f"[{', '.join([*indices, f'i // {size_q}', f'j // {size_kv}'])}]"
+    in_full, in_partial = (names.squeeze(t, fixed) if fixed else names.tensor(t) for t in (full, partial))
     asked = f"{names.function(block_mask.mask_mod)}(b, h, i, j)"
-    return f"{names.tensor(full)}{at} | ({names.tensor(partial)}{at} & {asked})"
+    return f"{in_full}{at} | ({in_partial}{at} & {asked})"

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 _OR: Final = " | "
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?\+*")
@@ -22,6 +22,15 @@ def alternatives(need: str) -> tuple[str, ...]:
 def names_in(needs: Iterable[str]) -> tuple[str, ...]:
     """Return every name that several needs ask for, each once."""
     return tuple(dict.fromkeys(name for need in needs for name in alternatives(need)))
+
+
+def spare(needs: Iterable[str], has: Callable[[str], bool]) -> frozenset[str]:
+    """Return the alternatives beside the first that is there: nothing of the backend comes from them."""
+    found: set[str] = set()
+    for names in map(alternatives, needs):
+        used = next((name for name in names if has(name)), None)
+        found.update(name for name in names if used not in (None, name))
+    return frozenset(found)
 
 
 def is_well_formed(need: str) -> bool:

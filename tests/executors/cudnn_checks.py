@@ -142,7 +142,7 @@ def request_of(mask=None, seqlen_q=5, seqlen_kv=7, **changes):
     given |= {"query": query, "key": key, "value": value, "max_seqlen_q": seqlen_q}
     given |= {"max_seqlen_kv": seqlen_kv, "scale": 0.5, "softcap": 0.0, "dropout_p": 0.0}
     given |= {"deterministic": False, "training": True, "fallback": "none", "options": ""}
-    return Request(**(given | changes))
+    return Request(**({"heads_first": False} | given | changes))
 
 
 def ragged_request(lengths=LENGTHS, **changes):

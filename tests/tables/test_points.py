@@ -7,13 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
+from attnroute.engine.decide import decide
 from attnroute.engine.evaluate import missing_needs
 from attnroute.host import Host
+from attnroute.line.reading import parse
 from attnroute.tables.alternatives import alternatives, is_well_formed, names_in
 from attnroute.tables.load import Tables, load, shipped_folder
 from attnroute.tables.points import end_of, points
 from attnroute.tables.versions import contains
 
+LONG = parse("bf16 b1 hq8 sq1024 d128")
 NUMBERS = [f"1.{minor}.{patch}" for minor in range(4) for patch in range(3)]
 TERMS = st.tuples(st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), st.sampled_from(NUMBERS))
 
@@ -87,6 +90,21 @@ def test_every_name_of_several_needs_is_given_once():
 @pytest.mark.parametrize("need", ["", "a|b", "a |b", "a | ", "a | a", "Torch", "a, b", "a or b", " a"])
 def test_a_need_that_is_written_otherwise_is_seen(need):
     assert not is_well_formed(need)
+
+
+@pytest.mark.parametrize(
+    ("versions", "broken", "status"),
+    [
+        ({"xformers": "0.0.34"}, {}, "eligible"),
+        ({"xformers": "0.0.35"}, {}, "unknown"),
+        ({"flash-attn-3": "3.0.0", "xformers": "0.0.35"}, {}, "eligible"),
+        ({"flash-attn-3": "3.0.0b1", "xformers": "0.0.34"}, {}, "unknown"),
+        ({"flash-attn-3": "3.0.0b1", "xformers": "0.0.34"}, {"flash-attn-3": "no kernels"}, "eligible"),
+    ],
+)
+def test_of_alternatives_the_first_that_is_there_must_be_a_known_one(versions, broken, status):
+    host = Host(arch="sm_90", versions={"torch": "2.11.0", **versions}, broken=broken)
+    assert decide(LONG, host).verdict("fa3").status == status
 
 
 @pytest.mark.parametrize(
