@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnroute.api.validate import check_alignment, check_number_of_dims, check_window
 from attnroute.errors import argument_error
+from attnroute.masks.checks import is_number
 from attnroute.masks.ragged import Ragged
 from attnroute.masks.sequences import check_sums
 from attnroute.masks.tensors import is_wrapped, remember
@@ -99,7 +100,7 @@ def _check_sum(name: str, sums: object, args: Arguments) -> None:
 def _longest(side: str, sums: Any, bound: Any, total: int) -> int:
     """Return an upper bound of the lengths; sums on the CPU are checked, as no device waits for them."""
     name = f"max_seqlen_{side}"
-    if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
+    if bound is not None and (not is_number(bound) or isinstance(bound, bool) or bound < 0):
         got = type(bound).__name__ if isinstance(bound, Tensor) else repr(bound)
         raise argument_error(name, "a Python int of at least 0, or None", got, "pass None for no bound")
     if sums.device.type != "cpu" or is_wrapped(sums) or is_traced(sums):

@@ -158,8 +158,13 @@ def _decided(call: Call, host: Host, tables: Tables, policy: Policy) -> Decision
 def _importable(decision: Decision, tables: Tables, policy: Policy) -> Decision:
     """Decide again for as long as what was selected cannot be imported, which only trying it shows."""
     # A tracer's modes would make fake what packages prepare while they are imported.
+    tried: set[str] = set()
     with _disable_current_modes() if is_tracing() else nullcontext():
-        while decision.selected is not None and imports.settle(decision.selected) is not None:
+        while (selected := decision.selected) is not None and imports.settle(selected) is not None:
+            if selected in tried:
+                # What failed is nothing that it needs by name: its executor says so, and is replaced.
+                break
+            tried.add(selected)
             broken = {**decision.host.broken, **packages.broken()}
             host = decision.host.model_copy(update={"broken": broken})
             decision = decide(decision.call, host, tables, policy)

@@ -23,7 +23,8 @@ from attnroute.settings import traced_words
 
 Output = Tensor | tuple[Tensor, Tensor]
 _MASK, _BIAS, _SOFTCAP, _SLOPES = 3, 4, 9, 11
-"""Where these stand among the arguments of `attention`."""
+_BOUNDS = (16, 17)
+"""Where these stand among the arguments of `attention`; the bounds are max_seqlen_q and max_seqlen_kv."""
 
 
 def attend(*given: Any) -> Output:
@@ -71,13 +72,13 @@ def _in_graph(_: str, spec: Any, tensors: list[Tensor], *plain: Any) -> tuple[Te
     from attnroute.api import _attend
 
     mask = plain[_MASK] if spec is None else put_together(spec, tensors)
-    rest = (_settled(value) for value in plain[_MASK + 1 :])
+    rest = (v if n in _BOUNDS else _settled(v) for n, v in enumerate(plain[_MASK + 1 :], _MASK + 1))
     result = _attend(*plain[:_MASK], mask, *rest)
     return result if isinstance(result, tuple) else (result, None)
 
 
 def _settled(value: Any) -> Any:
-    """Make numbers that the tracer left open constants of the graph; lengths are no arguments."""
+    """Make a number that the tracer left open a constant of the graph: code is compiled with it."""
     if isinstance(value, tuple):
         return tuple(_settled(part) for part in value)
     kind = {"SymInt": int, "SymFloat": float, "SymBool": bool}.get(type(value).__name__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ast import literal_eval
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,7 +22,11 @@ from attnroute.executors._flex_program import Blocked, Part
 from attnroute.executors._op_lists import no_gradient
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attnroute.executors._flex_compile import Settings
+
+    _Operator = Callable[..., Any]
 
 _ARGUMENTS: Final = (
     "Tensor query, Tensor key, Tensor value, Tensor[] score_tensors, Tensor?[] blocks, Tensor[] mask_tensors,"
@@ -32,13 +37,14 @@ _QKV: Final = 3
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Blocked, score: Part, settings: Settings
+    backend: str, query: Tensor, key: Tensor, value: Tensor, mask: Blocked, score: Part, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of a call without functions, both of which carry gradients.
 
     The log-sum-exp is empty where the settings do not ask for it.
 
     Args:
+        backend: "flex" or "flex_fa4": whose operator the graph holds.
         query: (batch, num_heads_q, seqlen_q, head_dim_qk).
         key: (batch, num_heads_kv, seqlen_kv, head_dim_qk).
         value: (batch, num_heads_kv, seqlen_kv, head_dim_v).
@@ -46,7 +52,7 @@ def attend(
         score: The expression of the scores.
         settings: What is fixed in the code.
     """
-    found: tuple[Tensor, Tensor] = _forward(
+    found: tuple[Tensor, Tensor] = _OPERATORS[backend](
         query,
         key,
         value,
@@ -111,28 +117,19 @@ def _run(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
-@torch.library.custom_op(
-    "attnroute::flex", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)"
-)
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     with _outside(), torch.no_grad():
         out, lse = _run(arguments)
     return out.contiguous(), lse.contiguous()
 
 
-@_forward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     query, value = arguments[0], arguments[2]
     rows, has_lse = query.shape[:3], arguments[-2]
     lse = query.new_empty(rows if has_lse else 0, dtype=torch.float32)
     return query.new_empty(*rows, value.shape[3]), lse
 
 
-@torch.library.custom_op(
-    "attnroute::flex_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor grad_lse, {_ARGUMENTS}, bool[] wanted) -> Tensor[]",
-)
 def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor]:
     *asked, wanted = arguments
     count = _QKV + len(asked[_QKV])
@@ -148,8 +145,7 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tenso
     return [g.contiguous() for g in grads]
 
 
-@_backward.register_fake
-def _(_: Tensor, __: Tensor, *arguments: Any) -> list[Tensor]:
+def _fake_backward(_: Tensor, __: Tensor, *arguments: Any) -> list[Tensor]:
     *asked, wanted = arguments
     tensors = (*asked[:_QKV], *asked[_QKV])
     return [t.new_empty(t.shape) for t, wants in zip(tensors, wanted, strict=True) if wants]
@@ -161,7 +157,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:_QKV], *scores, *(b for b in blocks if b is not None), *masks)
 
 
-def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+def _gradients(run: _Operator, ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     n, present = ctx.sizes
     tensors = list(ctx.saved_tensors)
     qkv, scores, rest = tensors[:_QKV], tensors[_QKV : _QKV + n], tensors[_QKV + n :]
@@ -170,10 +166,30 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     masks = list(given)
     # A list of tensors has one answer for all of them.
     wanted = [*ctx.needs_input_grad[:_QKV], *(ctx.needs_input_grad[_QKV] or [False] * n)]
-    found = iter(_backward(grad_out, grad_lse, *qkv, scores, blocks, masks, *ctx.rest, wanted))
+    found = iter(run(grad_out, grad_lse, *qkv, scores, blocks, masks, *ctx.rest, wanted))
     grads = [next(found) if wants else None for wants in wanted]
     rest_of = (no_gradient(value) for value in (blocks, masks, *ctx.rest))
     return *grads[:_QKV], grads[_QKV:], *rest_of
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+def _operator(backend: str) -> _Operator:
+    """Register the operators of a backend, and return the forward's."""
+    forward = torch.library.custom_op(
+        f"attnroute::{backend}",
+        _forward,
+        mutates_args=(),
+        schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)",
+    )
+    backward = torch.library.custom_op(
+        f"attnroute::{backend}_backward",
+        _backward,
+        mutates_args=(),
+        schema=f"(Tensor grad_out, Tensor grad_lse, {_ARGUMENTS}, bool[] wanted) -> Tensor[]",
+    )
+    forward.register_fake(_fake_forward)
+    backward.register_fake(_fake_backward)
+    forward.register_autograd(partial(_gradients, backward), setup_context=_save)
+    return forward
+
+
+_OPERATORS: Final = {backend: _operator(backend) for backend in ("flex", "flex_fa4")}

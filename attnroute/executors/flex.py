@@ -34,11 +34,11 @@ def run(inputs: Inputs, plan: Plan) -> Output:
     Raises:
         NotCompiledError: As `run_as`.
     """
-    return run_as("attnroute::flex", inputs, plan)
+    return run_as("flex", inputs, plan)
 
 
-def run_as(mark: str, inputs: Inputs, plan: Plan) -> Output:
-    """Run the compiled call of the structure, under a mark that profiles show.
+def run_as(backend: str, inputs: Inputs, plan: Plan) -> Output:
+    """Run the compiled call of the structure, under the operator's name that profiles show.
 
     Raises:
         NotCompiledError: torch.compile cannot compile here, or has compiled this structure too often.
@@ -46,12 +46,12 @@ def run_as(mark: str, inputs: Inputs, plan: Plan) -> Output:
     mask, score, settings = _program(inputs, plan)
     qkv = (inputs.query, inputs.key, inputs.value)
     if is_traced(inputs.query):
-        return _finished(*_flex_op.attend(*qkv, mask, score, settings), inputs, plan)
+        return _finished(*_flex_op.attend(backend, *qkv, mask, score, settings), inputs, plan)
     entry = compiling.entry(key_of(qkv, mask, score, settings), mask.part, score, settings)
     if plan.device_type == "cpu":
         qkv = _flex_op.as_the_cpu_takes_them(qkv)
     if torch.autograd.profiler._is_profiler_enabled:
-        with torch.profiler.record_function(mark):
+        with torch.profiler.record_function(f"attnroute::{backend}"):
             out, lse = compiling.run(entry, qkv, mask, score)
     else:
         out, lse = compiling.run(entry, qkv, mask, score)

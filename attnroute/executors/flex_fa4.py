@@ -19,4 +19,4 @@ def run(inputs: Inputs, plan: Plan) -> Output:
     Raises:
         NotCompiledError: torch.compile cannot compile here, or has compiled this structure too often.
     """
-    return flex.run_as("attnroute::flex_fa4", inputs, plan)
+    return flex.run_as("flex_fa4", inputs, plan)

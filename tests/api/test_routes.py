@@ -325,3 +325,16 @@ def test_threads_share_routes_without_harm(monkeypatch):
         thread.join(timeout=120)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
+
+
+def test_a_backend_that_stays_selected_is_asked_for_its_package_once_more_and_then_run(monkeypatch):
+    """What its import complains of may be nothing that the tables know it to need."""
+    asked = []
+    monkeypatch.setattr(routes.imports, "settle", lambda name: asked.append(name) or "importing it raises")
+    query, key, value = tensors()
+    with Spy() as spy:
+        out = attnroute.attention(query, key, value)
+    assert asked == ["flash", "flash"]
+    assert spy.backends == {"flash"}
+    want, _ = attend(query, key, value)
+    assert error(out, want) <= TOLERANCE[out.dtype]

@@ -95,6 +95,25 @@ def test_lengths_that_are_open_from_the_start(chosen):
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_bounds_of_sequence_lengths_stay_open(train):
+    def call(query, key, value, sums, longest):
+        given = {"cu_seqlens_q": sums, "max_seqlen_q": longest, "is_causal": True}
+        return attnroute.attention(query, key, value, layout="thd", **given)
+
+    run = compiled(call)
+    for lengths in ([30, 40], [50, 14, 9], [80, 33], [21, 5, 60, 7], [70, 3, 4], [90, 1], [12, 61]):
+        sums = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+        tensors = [torch.randn(sum(lengths), 4, 16, requires_grad=train) for _ in range(3)]
+        outs = [function(*tensors, sums, max(lengths)) for function in (run, call)]
+        torch.testing.assert_close(*outs)
+        if train:
+            grads = [torch.autograd.grad(out.sum(), tensors) for out in outs]
+            torch.testing.assert_close(*grads)
+    assert counters["stats"]["unique_graphs"] <= 3
+    assert not counters["graph_break"]
+
+
 def masked(mask, query, key, value):
     return attnroute.attention(query, key, value, mask)
 
