@@ -107,9 +107,7 @@ def test_compiled(backend):
 
 
 def test_captured_in_a_cuda_graph():
-    """Nobody has shown yet that it can be, so the tables say unknown: the user who asks takes the risk."""
-    with attnroute.override(allow_unknown=True):
-        check_captured(BACKEND, masks.Causal() & masks.Window(100))
+    check_captured(BACKEND, masks.Causal() & masks.Window(100))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

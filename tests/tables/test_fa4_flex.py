@@ -129,7 +129,7 @@ def test_what_torch_refuses_is_refused(changes):
     [
         {"mask": ({"kind": "dense", "shape": [512, 512]},)},
         {"bias": {"kind": "dense", "dtype": "bfloat16", "shape": [512, 512]}},
-        {"context": {"cuda_graph": True}},
+        {"context": {"distributed": "dtensor"}},
     ],
     ids=str,
 )
