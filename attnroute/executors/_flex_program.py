@@ -65,33 +65,43 @@ class Blocked(NamedTuple):
 _EVERYBODY: Final = Blocked()
 
 
-def blocked(inputs: Inputs) -> Blocked:
-    """Return the mask of a call, its blocks listed once per mask object and lengths."""
+def blocked(inputs: Inputs, size: tuple[int, int] | None = None) -> Blocked:
+    """Return the mask of a call, its blocks listed once per mask object and lengths.
+
+    Args:
+        inputs: The call.
+        size: Queries and keys that a block has, or a whole number of times; None = any.
+    """
     mask = inputs.mask
     if mask.is_full:
         return _EVERYBODY
-    if len(mask.sparse) == 1 and mask == type(mask)(sparse=mask.sparse):
+    if len(mask.sparse) == 1 and mask == type(mask)(sparse=mask.sparse) and _fits(mask.sparse[0], size):
         given = mask.sparse[0]
         asked = Part("mf0(b, h, i, j)", (), (given.mask_mod,))
         return Blocked(asked, _tensors(given), tuple(given.BLOCK_SIZE))
     query, key = inputs.query, inputs.key
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+    size = size or BLOCK
     if mask.is_band_only and not is_tracing():
-        return _of_band(mask, extent)
+        return _of_band(mask, extent, size)
     owner, band = inputs.mask_owner, (mask.band_lo, mask.band_hi)
     # The expression names the mask's own tensors, which what is kept with them may not hold.
     blocks = (
-        _listed_blocks(mask, extent)
+        _listed_blocks(mask, extent, size)
         if owner is None
-        else remember(owner, ("blocks", extent, band), lambda: _listed_blocks(mask, extent))
+        else remember(owner, ("blocks", extent, band, size), lambda: _listed_blocks(mask, extent, size))
     )
-    return Blocked(_expressed(mask, extent), blocks)
+    return Blocked(_expressed(mask, extent), blocks, size)
+
+
+def _fits(block_mask: BlockMask, size: tuple[int, int] | None) -> bool:
+    return size is None or all(n % least == 0 for n, least in zip(block_mask.BLOCK_SIZE, size, strict=True))
 
 
 @lru_cache(maxsize=BANDS_KEPT)
-def _of_band(mask: LoweredMask, extent: Extent) -> Blocked:
+def _of_band(mask: LoweredMask, extent: Extent, size: tuple[int, int]) -> Blocked:
     with torch.inference_mode(mode=False), torch.no_grad():
-        return Blocked(_expressed(mask, extent), _listed_blocks(mask, extent))
+        return Blocked(_expressed(mask, extent), _listed_blocks(mask, extent, size), size)
 
 
 def _expressed(mask: LoweredMask, extent: Extent) -> Part:
@@ -100,15 +110,15 @@ def _expressed(mask: LoweredMask, extent: Extent) -> Part:
     return _part(expression(mask, names, extent.device), names)
 
 
-def _listed_blocks(mask: LoweredMask, extent: Extent) -> tuple[Tensor | None, ...]:
-    return _tensors(_block_mask(guess(mask, extent), extent))
+def _listed_blocks(mask: LoweredMask, extent: Extent, size: tuple[int, int]) -> tuple[Tensor | None, ...]:
+    return _tensors(_block_mask(guess(mask, extent, size), extent, size))
 
 
-def _block_mask(blocks: Guess, extent: Extent) -> BlockMask:
-    grid = tuple(-(-n // size) for n, size in zip((extent.seqlen_q, extent.seqlen_kv), BLOCK, strict=True))
+def _block_mask(blocks: Guess, extent: Extent, size: tuple[int, int]) -> BlockMask:
+    grid = tuple(-(-n // step) for n, step in zip((extent.seqlen_q, extent.seqlen_kv), size, strict=True))
     leading = torch.broadcast_shapes(blocks.some.shape, blocks.every.shape)[:2]
     some, every = (t.expand(*leading, *grid) for t in blocks)
-    return BlockMask.from_kv_blocks(*_listed(some & ~every), *_listed(every), BLOCK_SIZE=BLOCK)
+    return BlockMask.from_kv_blocks(*_listed(some & ~every), *_listed(every), BLOCK_SIZE=size)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from attnroute.executors._inputs import Inputs, Output, Plan
 
 _BACKEND: Final = "BACKEND"
+_BLOCK_SIZE: Final = ("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE")
+"""Options for the lists of blocks, which are made here; torch reads them off the lists."""
 WHOLE: Final = 128
 """Tokens: torch's own test for lengths that need no look at the ends (flex_attention.py, IS_DIVISIBLE)."""
 
@@ -70,7 +72,7 @@ def key(inputs: Inputs, plan: Plan) -> Hashable:
 
 
 def _program(inputs: Inputs, plan: Plan) -> tuple[Blocked, Part, compiling.Settings]:
-    mask, score = blocked(inputs), scored(inputs)
+    mask, score = blocked(inputs, _block_size(plan)), scored(inputs)
     settings = compiling.Settings(
         scale=inputs.scale,
         enable_gqa=inputs.query.shape[1] != inputs.key.shape[1],
@@ -81,13 +83,23 @@ def _program(inputs: Inputs, plan: Plan) -> tuple[Blocked, Part, compiling.Setti
     return mask, score, settings
 
 
+def _block_size(plan: Plan) -> tuple[int, int] | None:
+    """Return the queries and keys of a block that the kernel takes, where table rows state them."""
+    stated = dict(plan.options)
+    if not stated.keys() >= set(_BLOCK_SIZE):
+        return None
+    size_q, size_kv = (int(stated[name]) for name in _BLOCK_SIZE)
+    return size_q, size_kv
+
+
 def _options(inputs: Inputs, plan: Plan) -> tuple[tuple[str, int | bool | str], ...]:
     """Whole blocks need no look at the ends, which lengths that vary would otherwise always get."""
+    options = tuple((name, value) for name, value in plan.options if name not in _BLOCK_SIZE)
     whole = inputs.query.shape[2] % WHOLE == 0 and inputs.key.shape[2] % WHOLE == 0
     # Kernels that take the place of Triton's know no such option.
-    if whole and inputs.query.device.type != "cpu" and _BACKEND not in dict(plan.options):
-        return (*plan.options, ("IS_DIVISIBLE", True))
-    return plan.options
+    if whole and inputs.query.device.type != "cpu" and _BACKEND not in dict(options):
+        return (*options, ("IS_DIVISIBLE", True))
+    return options
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from attnroute.executors import _flex_compile, flex, flex_fa4
 from attnroute.executors._inputs import Inputs, Plan
 
 FLASH = (("BACKEND", "FLASH"),)
+BLOCKS = (("SPARSE_Q_BLOCK_SIZE", 128), ("SPARSE_KV_BLOCK_SIZE", 128))
 EXECUTORS = {"flex": (flex, ()), "flex_fa4": (flex_fa4, FLASH)}
 LENGTH = 6
 IDS = torch.tensor([[0, 0, 1, 1, 1, 2]]).expand(2, -1).contiguous()
@@ -197,4 +198,4 @@ def test_a_device_without_these_kernels_is_no_place_for_it():
 
 def test_the_rows_set_the_option():
     """The executor holds none of its own: what the test plans say is what a decision says."""
-    assert verdict("flex_fa4", NEWEST, "sm_90", {}).options == FLASH
+    assert dict(verdict("flex_fa4", NEWEST, "sm_90", {}).options) == dict(FLASH + BLOCKS)

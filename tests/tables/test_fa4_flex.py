@@ -59,7 +59,10 @@ CASES = [
     Case(f"{HOPPER}/blocks-backward", "sm_90", TRAINING | dims(136) | window(8, 0), dims(128)),
     Case(f"{HOPPER}/blocks-backward-before-b26", "sm_90", TRAINING | causal() | fa4(25), fa4(26)),
     Case(f"{HOPPER}/blocks-backward-before-b26", "sm_90", TRAINING | causal() | fa4(25), {"mask": ()}),
-    Case(f"{BLACKWELL}/blocks", "sm_100", causal(), {"mask": ()}),
+    Case(f"{BLACKWELL}/blocks-forward", "sm_100", dims(256) | causal(), {"mask": ()}),
+    Case(f"{BLACKWELL}/blocks-forward", "sm_110", dims(192) | causal(), dims(192, 128)),
+    Case(f"{BLACKWELL}/blocks-backward", "sm_100", TRAINING | dims(192, 128) | causal(), {"mask": ()}),
+    Case(f"{BLACKWELL}/blocks-backward", "sm_103", TRAINING | dims(136) | window(8, 0), dims(128)),
     Case(f"{BLACKWELL}/head-dim-256-scores-before-b34", "sm_100", dims(256) | FUNCTION | fa4(33), fa4(34)),
     Case(f"{BLACKWELL}/head-dim-256-backward-scores", "sm_103", TRAINING | dims(256) | FUNCTION, dims(128)),
     Case(
@@ -95,14 +98,15 @@ def test_no_kernel_reads_lists_of_blocks_there(arch):
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("phase", ["inference", "training"])
-def test_masks_run_on_hopper(name, phase):
-    assert flex_fa4(dims(128) | {"mask": (MASKS[name],), "phase": phase}).status == "eligible"
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_masks_need_other_blocks_on_blackwell(name):
-    found = findings("flex_fa4", NEWEST, "sm_100", dims(128) | {"mask": (MASKS[name],)})
-    assert found[f"{BLACKWELL}/blocks"].outcome == "fail"
+@pytest.mark.parametrize(
+    ("arch", "size"),
+    [("sm_90", (128, 128)), ("sm_100", (256, 128)), ("sm_103", (256, 128)), ("sm_110", (256, 128))],
+)
+def test_masks_run_on_lists_of_blocks_of_the_kernels_size(name, phase, arch, size):
+    found = flex_fa4(dims(128) | {"mask": (MASKS[name],), "phase": phase}, arch)
+    assert found.status == "eligible", found.blocking
+    stated = dict(found.options)
+    assert (stated["SPARSE_Q_BLOCK_SIZE"], stated["SPARSE_KV_BLOCK_SIZE"]) == size
 
 
 @pytest.mark.parametrize("changes", [{"softcap": 30.0}, ALIBI, FUNCTION], ids=str)
@@ -146,8 +150,10 @@ def test_the_faults_of_fa4_are_those_of_flexattention_on_it(head_dim):
 
 
 def test_torch_is_asked_for_these_kernels():
-    assert dict(flex_fa4(dims(128)).options) == {"BACKEND": "FLASH"}
-    assert flex_fa4(dims(128)).option_rows == ("any/flex_fa4/backend",)
+    for arch, row in (("sm_90", f"{HOPPER}/blocks"), ("sm_100", f"{BLACKWELL}/blocks")):
+        found = flex_fa4(dims(128), arch)
+        assert dict(found.options)["BACKEND"] == "FLASH"
+        assert set(found.option_rows) == {"any/flex_fa4/backend", row}
 
 
 def test_heads_are_shared_without_a_copy():
