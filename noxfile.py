@@ -49,8 +49,9 @@ def tests(session: nox.Session) -> None:
     """Run every test that needs no GPU. Arguments after `--` go to pytest."""
     _install_for_tests(session)
     workers = str(min(4, os.cpu_count() or 1))
-    # Two files compile for minutes each: a file stays with one worker, the others are shared out as they end.
-    balanced = ("-n", workers, "--dist", "loadfile")
+    # Some files compile for minutes: each stays with one worker, tests/conftest.py has them begin first, and
+    # the others are shared out as these end.
+    balanced = ("-n", workers, "--dist", "loadfile", "--no-loadscope-reorder")
     session.run("pytest", "-q", "-m", "not gpu", *balanced, *session.posargs)
 
 

@@ -32,6 +32,29 @@ settings.register_profile("dev", deadline=None, max_examples=100)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+LONGEST_FIRST = (
+    "executors/test_flex_bounds.py",
+    "executors/test_flex.py",
+    "compile/test_contract.py",
+    "engine/test_invariants.py",
+    "integrations/test_transformers_models.py",
+    "executors/test_flex_blocks.py",
+    "tables/test_lint.py",
+    "api/test_numbers.py",
+)
+"""Files that take a minute or more: begun last, one of them would keep one worker busy and the rest idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(_place_of(item), len(ranks)))
+
+
+def _place_of(item: pytest.Item) -> str:
+    return "/".join(item.path.parts[-2:])
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a GPU test on a machine without a CUDA device: a skip would look like a pass."""

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from conftest import LONGEST_FIRST
 
 import attnroute
 from attnroute.cli import main
@@ -194,3 +195,7 @@ def test_explaining_for_a_named_machine_leaves_torch_out() -> None:
 
 def test_the_package_is_marked_as_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
+
+
+def test_the_files_that_begin_first_exist() -> None:
+    assert [name for name in LONGEST_FIRST if not (ROOT / "tests" / name).is_file()] == []
