@@ -111,7 +111,8 @@ def _ragged_mask(request: Request) -> LoweredMask:
     lengths_kv = sums_kv.diff()
     if used is not None:
         places = torch.arange(request.key.shape[0], device=used.device) - sums_kv[keys.ids[0]]
-        keep, lengths_kv = (places < used[keys.ids[0]])[None], used
+        # Keys before the first sequence, as padding at the left leaves them, are counted from its start too.
+        keep, lengths_kv = ((places >= 0) & (places < used[keys.ids[0]]))[None], used
     band = _band(request, 0)
     ends = None
     if not band.is_full:

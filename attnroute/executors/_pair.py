@@ -18,7 +18,7 @@ from attnroute.executors._sink import Kernel, shrunk, total
 if TYPE_CHECKING:
     from attnroute.masks.lowered import LoweredMask
 
-_SETTINGS: Final = 5
+_SETTINGS: Final = 6
 
 
 def run_pair(inputs: Inputs, plan: Plan) -> Output:
@@ -28,7 +28,7 @@ def run_pair(inputs: Inputs, plan: Plan) -> Output:
         Output and log-sum-exp; only the output carries a gradient.
     """
     tensors = (inputs.query, inputs.key, inputs.value, inputs.sink, inputs.alibi_slopes)
-    settings = (plan, inputs.mask, inputs.scale, inputs.softcap)
+    settings = (plan, inputs.mask, inputs.attn, inputs.scale, inputs.softcap)
     out, lse = _Pair.apply(_kernel(plan.backend), *settings, *tensors)  # type: ignore[no-untyped-call]
     return out, lse if plan.return_lse else None
 
@@ -45,11 +45,14 @@ class _Pair(torch.autograd.Function):
         kernel: Kernel,
         plan: Plan,
         mask: LoweredMask,
+        attn: Tensor | None,
         scale: float | None,
         softcap: float,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         inputs = _inputs(mask, scale, softcap, tensors)
+        # What the mask became for the kernel; the backward reads the mask itself.
+        inputs.attn = attn
         sink = inputs.sink
         # The kernel's own backward never runs, so nothing is kept for it.
         ran = kernel.forward(inputs, replace(plan, training=False, return_lse=True))
