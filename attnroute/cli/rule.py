@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from attnroute.cli._parser import Parser, add_format
 from attnroute.errors import ArgumentError, did_you_mean
@@ -25,11 +26,16 @@ def run(words: list[str]) -> int:
 
 
 def _find(wanted: str, tables: Tables) -> Row:
-    rows = {row.id: row for row in _rows(tables)}
+    rows = _by_id(tables)
     if wanted not in rows:
         near = did_you_mean(wanted, rows) or "; explanations print ids in brackets."
         raise ArgumentError(f'ID requires the id of a row; got "{wanted}"{near}')
     return rows[wanted]
+
+
+@lru_cache(maxsize=4)
+def _by_id(tables: Tables) -> dict[str, Row]:
+    return {row.id: row for row in _rows(tables)}
 
 
 def _rows(tables: Tables) -> Iterator[Row]:

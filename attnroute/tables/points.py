@@ -21,12 +21,17 @@ def options_of(ranges: Ranges) -> list[str]:
     return [ranges] if isinstance(ranges, str) else ranges
 
 
-def shared_points(distribution: str, *ranges: list[str]) -> list[Version]:
+def shared_points(distribution: str, *ranges: list[str]) -> tuple[Version, ...]:
     """Return versions that lie in each of several ranges: on, below and above every bound is enough."""
+    return _shared(distribution, tuple(tuple(options) for options in ranges))
+
+
+@lru_cache(maxsize=4096)
+def _shared(distribution: str, ranges: tuple[tuple[str, ...], ...]) -> tuple[Version, ...]:
     specs = {spec for options in ranges for option in options for spec in specifier(option)}
     bounds = {comparable(distribution, spec.version.removesuffix(".*")) for spec in specs}
     near = [point for bound in bounds for point in around(bound)]
-    return [p for p in near if all(any(p in specifier(o) for o in options) for options in ranges)]
+    return tuple(p for p in near if all(any(p in specifier(o) for o in options) for options in ranges))
 
 
 @lru_cache(maxsize=512)

@@ -71,12 +71,6 @@ def window_with_alibi(pick, sizes):
     return Window(7, 1, "bottom_right"), {"softcap": 5.0, "alibi_slopes": torch.rand(HEADS_Q)}
 
 
-def padding_with_bias(pick, sizes):
-    torch.manual_seed(pick(0, 99))
-    bias = torch.randn(HEADS_Q, 1, sizes.seqlen_kv)[None]
-    return Causal("bottom_right") & KeyPadding(lengths=counts(pick, sizes)), {"bias": bias}
-
-
 def prefix(pick, sizes):
     return PrefixLM(counts(pick, sizes)), {}
 
@@ -116,10 +110,9 @@ class Case(NamedTuple):
 CASES = {
     "documents by ids per row": Case(ids_of_documents, square=True),
     "window, softcap and ALiBi": Case(window_with_alibi),
-    "padding and a bias": Case(padding_with_bias, torch.float16),
     "prefix in bshd": Case(prefix, torch.bfloat16, "bshd"),
     "many nodes and a score function": Case(many_nodes_with_score_function),
-    "dense and a bias": Case(dense_with_bias),
+    "dense and a bias": Case(dense_with_bias, torch.float16),
     "block mask": Case(block_mask),
 }
 

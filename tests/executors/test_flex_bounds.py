@@ -68,14 +68,13 @@ LENGTHS = (130, 300, 141, 450, 257, 600, 384, 512, 190, 333)
 KINDS = {
     "window": lambda n, _: Window(20 + n, 1 + n),
     "documents": lambda n, length: Causal() & Documents(lengths=[7 * n + 1, 50, length - 7 * n - 51]),
-    "padding": lambda n, _: Causal() & padding(n),
     "everything": lambda n, length: (
         (PrefixLM(torch.tensor([n, length])) | ~padding(n)) & Documents(lengths=[60 + n, length - 60 - n])
     ),
 }
 
 
-def test_forty_masks_through_one_model_compile_two_functions_for_each_kind(monkeypatch):
+def test_thirty_masks_through_one_model_compile_two_functions_for_each_kind(monkeypatch):
     # The first windows are compiled as numbers; with two numbers only the first one is.
     monkeypatch.setattr(mods, "CONSTANT_BANDS", 2)
     for n, length in enumerate(LENGTHS):

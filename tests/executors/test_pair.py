@@ -330,8 +330,7 @@ def test_a_mask_that_was_made_a_tensor():
 
 
 def refuse(**_):
-    msg = "head_dim 512 is not supported"
-    raise ValueError(msg)
+    raise ValueError("head_dim 512 is not supported")
 
 
 @pytest.mark.parametrize("may_reroute", [False, True])
