@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import attnroute
 from attnroute import biases
 from attnroute.executors import _flex_compile
-from attnroute.masks import Blocks, Causal, Dense, Documents, Function, KeyPadding, PrefixLM, Window, mods
+from attnroute.masks import Blocks, Causal, Dense, Documents, Function, KeyPadding, Window, mods
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 4, 2, 16
 GREAT = -30.0
@@ -71,10 +71,6 @@ def window_with_alibi(pick, sizes):
     return Window(7, 1, "bottom_right"), {"softcap": 5.0, "alibi_slopes": torch.rand(HEADS_Q)}
 
 
-def prefix(pick, sizes):
-    return PrefixLM(counts(pick, sizes)), {}
-
-
 def many_nodes_with_score_function(pick, sizes):
     mask = (Causal() | ~KeyPadding(left=counts(pick, sizes))) & ~(Window(3) & Function(near))
     return mask, {"bias": biases.Function(squared)}
@@ -108,9 +104,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "documents by ids per row": Case(ids_of_documents, square=True),
+    "documents by ids per row in bshd": Case(ids_of_documents, torch.bfloat16, "bshd", square=True),
     "window, softcap and ALiBi": Case(window_with_alibi),
-    "prefix in bshd": Case(prefix, torch.bfloat16, "bshd"),
     "many nodes and a score function": Case(many_nodes_with_score_function),
     "dense and a bias": Case(dense_with_bias, torch.float16),
     "block mask": Case(block_mask),
