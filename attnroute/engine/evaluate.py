@@ -93,8 +93,7 @@ def versions_known_id(backend: str) -> str:
 
 def versions_outside(info: BackendInfo, host: Host) -> dict[str, str]:
     """Return the versions of the host that a backend's tables make no statement about, by distribution."""
-    unused = spare(info.needs, lambda name: _has(host, name))
-    present = {n: version_of(n, host.versions) for n in info.versions_known if n not in unused}
+    present = {name: version_of(name, host.versions) for name in _asked_about(info, host)}
     return {
         name: version
         for name, version in present.items()
@@ -102,12 +101,15 @@ def versions_outside(info: BackendInfo, host: Host) -> dict[str, str]:
     }
 
 
+def _asked_about(info: BackendInfo, host: Host) -> list[str]:
+    """Return the distributions whose versions must be known here."""
+    unused = spare(info.needs, lambda name: _has(host, name))
+    return [name for name in info.versions_known if name not in unused]
+
+
 def _versions_known(backend: str, info: BackendInfo, host: Host) -> Finding:
     outside = versions_outside(info, host)
-    unused = spare(info.needs, lambda name: _has(host, name))
-    said = outside or {
-        n: version_of(n, host.versions) or "none" for n in info.versions_known if n not in unused
-    }
+    said = outside or {n: version_of(n, host.versions) or "none" for n in _asked_about(info, host)}
     ranges = [f"{name} {_ranges(info.versions_known[name])}" for name in said]
     return Finding(
         rule=versions_known_id(backend),

@@ -16,6 +16,7 @@ from attnroute.executors import _flex_compile as compiling
 from attnroute.executors import _flex_op
 from attnroute.executors._flex_key import key_of
 from attnroute.executors._flex_program import Blocked, Part, blocked, scored
+from attnroute.masks.blocks import BLOCK
 from attnroute.masks.tracing import is_traced
 
 if TYPE_CHECKING:
@@ -84,11 +85,11 @@ def _program(inputs: Inputs, plan: Plan) -> tuple[Blocked, Part, compiling.Setti
 
 
 def _block_size(plan: Plan) -> tuple[int, int] | None:
-    """Return the queries and keys of a block that the kernel takes, where table rows state them."""
+    """Return the queries and keys of a block that the kernel takes, where table rows state one of them."""
     stated = dict(plan.options)
-    if not stated.keys() >= set(_BLOCK_SIZE):
+    if stated.keys().isdisjoint(_BLOCK_SIZE):
         return None
-    size_q, size_kv = (int(stated[name]) for name in _BLOCK_SIZE)
+    size_q, size_kv = (int(stated.get(name, usual)) for name, usual in zip(_BLOCK_SIZE, BLOCK, strict=True))
     return size_q, size_kv
 
 

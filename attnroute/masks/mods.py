@@ -40,14 +40,14 @@ class Names:
         constants: Limits of bands may be numbers of the text: not where they follow the lengths.
         tensors: The tensors; a tensor that comes twice has one name.
         functions: The functions.
-        squeezed: The tensors that stand in `tensors` without their dimensions of size 1, by their name.
+        squeezed: The tensors that stand in `tensors` without some dimensions of size 1, and these, by name.
     """
 
     prefix: str
     constants: bool = True
     tensors: list[Tensor] = field(default_factory=list)
     functions: list[Callable[..., Any]] = field(default_factory=list)
-    squeezed: dict[str, Tensor] = field(default_factory=dict)
+    squeezed: dict[str, tuple[Tensor, tuple[int, ...]]] = field(default_factory=dict)
 
     def tensor(self, tensor: Tensor) -> str:
         """Return the name of a tensor."""
@@ -62,11 +62,11 @@ class Names:
 
         An index into them would be a constant, which torch's code for CuTe DSL does not take.
         """
-        for name, known in self.squeezed.items():
-            if known is tensor:
+        for name, (known, without) in self.squeezed.items():
+            if known is tensor and without == dims:
                 return name
         name = self.tensor(tensor.squeeze(dims))
-        self.squeezed[name] = tensor
+        self.squeezed[name] = tensor, dims
         return name
 
     def function(self, function: Callable[..., Any]) -> str:

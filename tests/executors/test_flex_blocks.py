@@ -84,6 +84,16 @@ def test_lists_have_the_size_that_the_plan_states(graphs, case, size):
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "size"), [("SPARSE_Q_BLOCK_SIZE", (256, 128)), ("SPARSE_KV_BLOCK_SIZE", (128, 256))]
+)
+def test_one_side_that_is_stated_leaves_the_other_as_usual(graphs, name, size):
+    flex_fa4.run(inputs_of(masks.Causal(), LENGTH), plan(options=(*FLASH, (name, 256))))
+    (graph,) = graphs
+    (node,) = (n for n in graph.graph.nodes if n.target is torch.ops.higher_order.flex_attention)
+    assert tuple(node.args[4][-3:-1]) == size
+
+
 def strided(b, h, i, j):
     return (j <= i) & ((i - j) % 3 != 1)
 

@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.utils.checkpoint
-from gpu.package_runs import PACKAGES, check_captured, hold_lse, require
+from gpu.package_runs import PACKAGES, check_captured, check_checkpoint, hold_lse, require
 from gpu.test_cuda_kernels import TOLERANCE, band, names_of, problem
 from packaging.version import Version
 from reference import attend, error
@@ -74,13 +73,11 @@ def test_padding(batch):
     check(inputs, masks.KeyPadding(lengths=lengths), allowed=allowed, train=True)
 
 
-def ran(run):
-    """Return what a run gives, and fail where another kernel than flash-attn-4's ran."""
-    result, on_device, names = names_of(run)
+def check_kernels(on_device, names):
+    """Fail where another kernel than flash-attn-4's ran."""
     assert any(re.search(PACKAGES["fa4"], name) for name in on_device), sorted(on_device)
     assert not any("triton" in name and "flex" in name for name in on_device), sorted(on_device)
     assert f"attnroute::{BACKEND}" in names, sorted(names)
-    return result
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -97,7 +94,8 @@ def test_compiled(backend):
         want = call(*inputs)
         cotangent = torch.randn_like(want)
         run(*inputs)
-        out = ran(lambda inputs=inputs: run(*inputs))
+        out, on_device, names = names_of(lambda inputs=inputs: run(*inputs))
+        check_kernels(on_device, names)
         assert error(out, want.double()) <= TOLERANCE[out.dtype]
         grads = torch.autograd.grad(out, inputs, cotangent)
         for got, true in zip(grads, torch.autograd.grad(want, inputs, cotangent), strict=True):
@@ -112,22 +110,7 @@ def test_captured_in_a_cuda_graph():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant):
-    inputs = square()
-
-    def call(query, key, value):
-        return attnroute.attention(query, key, value, is_causal=True, backend=BACKEND)
-
-    cotangent = torch.randn_like(inputs[0])
-    plain = torch.autograd.grad(call(*inputs), inputs, cotangent)
-
-    def again():
-        for tensor in inputs:
-            tensor.grad = None
-        torch.utils.checkpoint.checkpoint(call, *inputs, use_reentrant=use_reentrant).backward(cotangent)
-
-    ran(again)
-    for tensor, want in zip(inputs, plain, strict=True):
-        assert error(tensor.grad, want.double(), floor=2.0) <= TOLERANCE[want.dtype]
+    check_checkpoint(BACKEND, use_reentrant=use_reentrant, check=check_kernels)
 
 
 def test_a_predicate():
