@@ -11,21 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import SymInt
 
-from attnroute.engine.evaluate import certainly_holds
-from attnroute.facts import LENGTH_FACTS, Facts, facts_of, sizes_of
+from attnroute.engine.dependence import answer, questions_of
+from attnroute.facts import LENGTH_FACTS, facts_of, sizes_of
 from attnroute.masks.normalize import normalize
-from attnroute.tables import conditions
-from attnroute.tables.schema import AnyOf, Box
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attnroute.call import Call
-    from attnroute.engine.decision import Decision, Verdict
+    from attnroute.engine.decision import Decision
     from attnroute.masks.nodes import Extent
-    from attnroute.tables.conditions import Spec
     from attnroute.tables.load import Tables
-    from attnroute.tables.schema import Option, Order, Rule
 
 OPEN: Final = frozenset({*LENGTH_FACTS, "batch"})
 """The fields that a tracer may leave open."""
@@ -58,52 +52,11 @@ def hold(decision: Decision, extent: Extent, tables: Tables) -> None:
     facts = {**facts_of(call), **{name: open_[name] for name in OPEN}}
     # Older versions of torch cannot compare an open answer with True.
     facts["seqlens_equal"] = bool(facts["seqlens_equal"])
-    for field, spec in dict.fromkeys(_asked(decision, tables, facts_of(call))):
-        conditions.evaluate(list(spec) if isinstance(spec, tuple) else spec, facts[field], facts)
+    for question in questions_of(decision, tables, OPEN):
+        answer(question, facts)
     if call.mask and extent.seqlen_q > extent.seqlen_kv:
         # Which queries may attend no key depends on the lengths themselves.
         _close(extent)
-
-
-def _asked(decision: Decision, tables: Tables, known: Facts) -> Iterator[tuple[str, Spec]]:
-    """Yield every condition on an open field that could change the decision."""
-    call, host, required = decision.call, decision.host, decision.policy.require
-    for order in tables.arch(host.arch).order if required is None else ():
-        yield from _open_conditions(order)
-        # The first row that holds is used, and none behind it.
-        if certainly_holds(order, call, known, host):
-            break
-    for verdict in decision.verdicts:
-        rows = tables.rules(host.arch, verdict.backend) or ()
-        if required not in (None, verdict.backend) or _is_out(verdict, {row.id: row.rule for row in rows}):
-            continue
-        for row in rows:
-            yield from _open_conditions(row.rule)
-        for option in tables.options(host.arch, verdict.backend):
-            yield from _open_conditions(option.option)
-
-
-def _is_out(verdict: Verdict, rules: dict[str, Rule]) -> bool:
-    """Return whether a backend cannot run the call at any length: it is missing, or a row says so."""
-    if verdict.missing:
-        return True
-    blocking = (rules.get(finding.rule) for finding in verdict.blocking)
-    return any(rule is None or not any(_open_conditions(rule)) for rule in blocking)
-
-
-def _open_conditions(row: Rule | Order | Option) -> Iterator[tuple[str, Spec]]:
-    for part in (row.when, getattr(row, "requires", None)):
-        for box in _boxes(part):
-            for field, spec in box.items():
-                terms = conditions.parse(spec) if isinstance(spec, str) else ()
-                if {field, *(t.operand for t in terms if isinstance(t.operand, str))} & OPEN:
-                    yield field, spec if not isinstance(spec, list) else tuple(spec)  # type: ignore[misc]
-
-
-def _boxes(part: Box | AnyOf | str | None) -> list[Box]:
-    if part is None or isinstance(part, str):
-        return []
-    return part.any_of if isinstance(part, AnyOf) else [part]
 
 
 def open_lengths(call: Call, extent: Extent) -> Call:

@@ -177,6 +177,11 @@ def _finding(row: RuleRow, outcome: Outcome, got: str) -> Finding:
     )
 
 
+def may_apply(rule: Rule, call: Call, host: Host, info: BackendInfo) -> bool:
+    """Return whether phase and versions let a row apply, whatever the fields of the call are."""
+    return rule.phase in (None, call.phase) and _versions_hold(rule, host, info) != "false"
+
+
 def _applies(rule: Rule, call: Call, facts: Facts, host: Host, info: BackendInfo) -> Tri:
     if rule.phase is not None and rule.phase != call.phase:
         return "false"

@@ -13,30 +13,21 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.utils.checkpoint
-from gpu.test_cuda_kernels import KERNELS, TOLERANCE, band, names_of, problem
+from gpu.kernel_names import KERNELS, PACKAGES, SHARED, names_of
+from gpu.test_cuda_kernels import TOLERANCE, band, problem
 from gpu.test_cuda_ragged import apart, compare_gradients, packed, spoil_memory, sums_of
 from reference import attend, error
 
 import attnroute
 from attnroute import masks
 
-PACKAGES = {
-    "cudnn_fe": r"cudnn",
-    "te": r"cudnn",
-    "fa4": r"flash_attn|FlashAttention",
-    "fa3": r"FlashAttnFwd|FlashAttnBwd",
-    "fa2": r"flash_fwd|flash_bwd",
-}
-"""Device kernels by backend: cuDNN's own are cudnn_generated_..., the frontend's have it as prefix."""
-
 
 def others(backend):
     """Return the pattern of the kernels that may not run."""
-    rest = {b: KERNELS[b] for b in ("flash", "efficient", "cudnn")}
-    if backend in ("cudnn_fe", "te"):
-        del rest["cudnn"]
-    if backend in ("fa2", "fa4"):
-        del rest["flash"]
+    rest = {b: pattern for b, pattern in (KERNELS | PACKAGES).items() if b not in ("math", "cudnn_fe", "te")}
+    rest.pop(backend, None)
+    if backend in SHARED:
+        del rest[SHARED[backend]]
     return "|".join(rest.values())
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from compile_cases import CASES, problem, results
-from gpu.test_cuda_kernels import backend_seen, names_of
+from gpu.kernel_names import backend_seen, names_of
 from torch._dynamo.utils import counters
 
 import attnroute
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (256, 320, 384, 200)
 OPTIONS = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64}
+UNBUILT = {"bias_objects": "fa2"}
+"""The flash-attn that these runs had was built without ALiBi beside a softcap."""
 FLEX = re.compile(r"flex_(attention|decoding)")
 
 
@@ -40,6 +43,12 @@ def kernels(run):
 def check(name, *, train, backend):
     case = CASES[name]
     run = torch.compile(case.call, fullgraph=True, backend=backend)
+    with attnroute.override(ban=UNBUILT[name]) if name in UNBUILT else nullcontext():
+        compare(name, run, case, train=train)
+    assert not counters["graph_break"]
+
+
+def compare(name, run, case, *, train):
     for length in LENGTHS:
         results(run, case, length, train=train, **OPTIONS)
         results(case.call, case, length, train=train, **OPTIONS)
@@ -48,7 +57,6 @@ def check(name, *, train, backend):
         assert compiled == eager, f"{name} at {length}: the graph ran {compiled}, eager {eager}"
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
@@ -71,8 +79,8 @@ def test_few_graphs_serve_many_lengths():
     )
     for length in range(130, 4000, 110):
         run(*problem(length, **OPTIONS))
-    # Orders and rows part the lengths; with many packages installed more of them take part.
-    assert counters["stats"]["unique_graphs"] <= 8
+    # The first length has a graph of its own, until dynamo knows that it changes.
+    assert counters["stats"]["unique_graphs"] <= 4
     assert not counters["graph_break"]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu import package_runs
+from gpu.kernel_names import names_of
 from gpu.package_runs import check, check_packed
-from gpu.test_cuda_kernels import band, names_of, problem
+from gpu.test_cuda_kernels import band, problem
 
 import attnroute
 from attnroute import masks

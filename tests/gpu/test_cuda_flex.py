@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from gpu.test_cuda_kernels import KERNELS, TOLERANCE, names_of
+from gpu.kernel_names import KERNELS, names_of
+from gpu.test_cuda_kernels import TOLERANCE
 from reference import attend, error
 from spy import ALL_SCORES
 from torch.nn.attention.flex_attention import create_block_mask

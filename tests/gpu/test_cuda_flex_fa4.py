@@ -7,8 +7,9 @@ import re
 import pytest
 import torch
 import torch._dynamo.testing
-from gpu.package_runs import PACKAGES, check_captured, check_checkpoint, hold_lse, require
-from gpu.test_cuda_kernels import TOLERANCE, band, names_of, problem
+from gpu.kernel_names import PACKAGES, names_of
+from gpu.package_runs import check_captured, check_checkpoint, hold_lse, require
+from gpu.test_cuda_kernels import TOLERANCE, band, problem
 from packaging.version import Version
 from reference import attend, error
 

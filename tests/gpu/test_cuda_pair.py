@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu.kernel_names import names_of
 from gpu.package_runs import require
-from gpu.test_cuda_kernels import TOLERANCE, band, names_of, problem
+from gpu.test_cuda_kernels import TOLERANCE, band, problem
 from reference import attend, error
 
 import attnroute

@@ -10,7 +10,8 @@ from itertools import accumulate
 
 import pytest
 import torch
-from gpu.test_cuda_kernels import TOLERANCE, backend_seen, band, names_of, problem
+from gpu.kernel_names import backend_seen, names_of
+from gpu.test_cuda_kernels import TOLERANCE, band, problem
 from reference import attend, error
 
 import attnroute

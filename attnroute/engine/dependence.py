@@ -1,0 +1,178 @@
+"""What a decision asks about some fields: while the answers stay, so does the decision.
+
+A compiled graph leaves lengths open. It holds for every length at which these questions have the answers
+that they had when the graph was made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from attnroute.engine import repairs
+from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply
+from attnroute.engine.rank import declared_order, may_precede
+from attnroute.facts import Facts, facts_of
+from attnroute.tables import conditions
+from attnroute.tables.schema import AnyOf, Box, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnroute.engine.decision import Decision, Verdict
+    from attnroute.tables.conditions import Spec
+    from attnroute.tables.load import Tables
+    from attnroute.tables.schema import Option, Order
+
+Condition = tuple[str, "Spec"]
+Fields = frozenset[str]
+Boxes = tuple[tuple[Condition, ...], ...]
+
+
+class Question(NamedTuple):
+    """What one row asks about the fields.
+
+    Attributes:
+        when: The conditions of each box under which the row applies, those on other fields left out; a box
+            that another field keeps from holding is not here.
+        requires: The same of what it then requires.
+        exact: A box whose first condition fails need not be asked for its others, nor a row that does not
+            apply for what it requires.
+    """
+
+    when: Boxes
+    requires: Boxes
+    exact: bool
+
+
+def questions_of(decision: Decision, tables: Tables, fields: Fields) -> tuple[Question, ...]:
+    """Return everything about some fields that could change a decision.
+
+    Args:
+        decision: A decision about a normalised call.
+        tables: The capability tables that it was made with.
+        fields: The fields whose values may change.
+    """
+    found = (question for question in _questions(decision, tables, fields) if question is not None)
+    return tuple(q for q in found if any(q.when) or any(q.requires))
+
+
+def answer(question: Question, facts: Facts) -> None:
+    """Evaluate what a question needs asked; with a tracer's numbers, the answers become its conditions."""
+    applies = [_answered(box, facts, stop=question.exact) for box in question.when]
+    if any(applies) or not question.exact:
+        for box in question.requires:
+            _answered(box, facts, stop=question.exact)
+
+
+def _answered(box: tuple[Condition, ...], facts: Facts, *, stop: bool) -> bool:
+    """Return whether no condition of a box is certainly false."""
+    held = True
+    for field, spec in box:
+        held = conditions.evaluate(spec, facts[field], facts) != "false" and held
+        if stop and not held:
+            break
+    return held
+
+
+def _questions(decision: Decision, tables: Tables, fields: Fields) -> Iterator[Question | None]:
+    call, host, policy = decision.call, decision.host, decision.policy
+    known = facts_of(call)
+    for order in tables.arch(host.arch).order if policy.require is None else ():
+        if order.phase in (None, call.phase):
+            yield _on(order, fields, [known])
+        # The first row that holds is used, and none behind it.
+        if certainly_holds(order, call, known, host):
+            break
+    row = declared_order(call, host, tables)
+    for verdict in decision.verdicts:
+        if policy.require in (None, verdict.backend) and may_precede(verdict.backend, decision, row):
+            yield from _about(verdict, decision, tables, fields)
+
+
+def _about(verdict: Verdict, decision: Decision, tables: Tables, fields: Fields) -> Iterator[Question | None]:
+    call, host = decision.call, decision.host
+    scoped = (r for r in tables.rules(host.arch, verdict.backend) or () if r.rule.scope in ROUTE_SCOPES)
+    info = tables.info(host.arch, verdict.backend)
+    rows = {row.id: row.rule for row in scoped if may_apply(row.rule, call, host, info)}
+    if _is_out(verdict, rows, fields):
+        return
+    forms = _forms(verdict, decision, fields)
+    asked = {name: _on(rule, fields, forms) for name, rule in rows.items()}
+    if forms and verdict.blocking and not any(q and rows[name].repair for name, q in asked.items()):
+        # No length brings about another repair, so the backend is out for as long as one row says so.
+        yield asked[verdict.blocking[0].rule]
+        return
+    yield from asked.values()
+    for option in tables.options(host.arch, verdict.backend):
+        yield _on(option.option, fields, forms)
+
+
+def _is_out(verdict: Verdict, rows: dict[str, Rule], fields: Fields) -> bool:
+    """Return whether a backend is missing, or a row rejects the call whatever the fields are."""
+    if verdict.missing:
+        return True
+    blocking = (rows.get(finding.rule) for finding in verdict.blocking)
+    return any(row is None or not _reads_any(row, fields) for row in blocking)
+
+
+def _forms(verdict: Verdict, decision: Decision, fields: Fields) -> list[Facts]:
+    """Return the facts of the call as given and after each repair.
+
+    Returns:
+        None of them where repairs were made in vain, or change what the fields are.
+    """
+    blocking = verdict.blocking
+    if blocking and any(f.repaired_by or (f.repair and f in blocking) for f in verdict.findings):
+        return []
+    call = decision.call
+    forms = [facts_of(call)]
+    for repair in verdict.repairs:
+        change = repairs.apply(repair, call)
+        if change is None:
+            return []
+        call = change[0]
+        forms.append(facts_of(call))
+    changed = any(form[name] != forms[0][name] for form in forms for name in fields)
+    return [] if changed else forms
+
+
+def _on(row: Rule | Order | Option, fields: Fields, forms: list[Facts]) -> Question | None:
+    when = _possible(row.when, fields, forms)
+    if not when:
+        return None
+    requires = _possible(row.requires, fields, forms) if isinstance(row, Rule) else ()
+    return Question(when, requires, exact=bool(forms))
+
+
+def _possible(
+    part: Box | AnyOf | str, fields: Fields, forms: list[Facts]
+) -> tuple[tuple[Condition, ...], ...]:
+    """Return the conditions on the fields of every box that the others let hold in one of the forms."""
+    found = []
+    for box in _boxes(part):
+        asked = tuple((field, spec) for field, spec in box.items() if _read(field, spec) & fields)
+        others = [condition for condition in box.items() if condition not in asked]
+        if not forms or any(_may_hold(others, facts) for facts in forms):
+            found.append(asked)
+    return tuple(found)
+
+
+def _may_hold(others: list[Condition], facts: Facts) -> bool:
+    return all(conditions.evaluate(spec, facts[field], facts) != "false" for field, spec in others)
+
+
+def _reads_any(rule: Rule, fields: Fields) -> bool:
+    boxes = (*_boxes(rule.when), *_boxes(rule.requires))
+    return any(_read(field, spec) & fields for box in boxes for field, spec in box.items())
+
+
+def _read(field: str, spec: Spec) -> set[str]:
+    """Return the field and every other field that its condition compares it with."""
+    terms = conditions.parse(spec) if isinstance(spec, str) else ()
+    return {field, *(t.operand for t in terms if isinstance(t.operand, str))}
+
+
+def _boxes(part: Box | AnyOf | str) -> list[Box]:
+    if isinstance(part, str):
+        return []
+    return part.any_of if isinstance(part, AnyOf) else [part]

@@ -1,0 +1,141 @@
+"""What a decision asks about lengths: where the answers stay, so does what runs, and few part lengths."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+from open_lengths import graph_of, graphs_for
+from strategies import calls, hosts
+
+from attnroute.api.guards import OPEN
+from attnroute.engine.decide import decide
+from attnroute.engine.dependence import questions_of
+from attnroute.host import Host
+from attnroute.line import parse
+from attnroute.masks.normalize import normalize
+from attnroute.policy import Policy
+from attnroute.tables.load import load
+
+TORCHS = {"torch": "2.11.0+cu130", "cuda": "13.0", "cudnn": "9.19.0", "triton": "3.6.0"}
+EVERYTHING = {
+    **TORCHS,
+    "flash-attn": "2.8.3",
+    "flash-attn-4": "4.0.0b36",
+    "nvidia-cudnn-frontend": "1.32.0",
+    "nvidia-cutlass-dsl": "4.8.1",
+    "xformers": "0.0.34",
+}
+ARCHS = tuple(arch for arch in load().arch_names if arch != "cpu")
+NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)
+"""Making a call smaller decides it hundreds of times, which takes minutes."""
+LENGTHS = (2, 3, 63, 64, 100, 127, 128, 129, 192, 256, 320, 704, 1024, 1088, 2000, 4096, 8192, 16384, 65536)
+LINES = (
+    "bf16 b2 hq4 hkv2 sq130 d64 causal",
+    "bf16 b1 hq32 hkv8 sq130 d128 causal",
+    "bf16 b2 hq4 sq130 d64",
+    "bf16 b2 hq8 hkv2 sq130 d72 causal",
+    "bf16 b2 hq8 hkv2 sq130 d256",
+    "bf16 b2 hq8 hkv2 sq130 d192/128 causal",
+    "bf16 b2 hq8 hkv4 sq130 d320 causal",
+    "bf16 b1 hq8 hkv4 sq130 d512 causal",
+    "bf16 b2 hq4 hkv2 sq130 d64 window=1,0",
+    "bf16 b2 hq4 hkv2 sq130 d64 documents",
+    "bf16 b2 hq4 hkv2 sq130 d64 keys causal",
+    "bf16 b2 hq4 hkv2 sq130 d64 causal=bottom_right",
+    "bf16 b2 hq4 hkv2 sq130 d64 any(causal|prefix)",
+    "bf16 b2 hq4 hkv2 sq130 d64 causal softcap=20.0",
+    "bf16 b2 hq4 hkv2 sq130 d64 causal sink",
+    "fp32 b2 hq4 hkv2 sq130 d64 causal",
+)
+
+
+def what_runs(decision):
+    """Return what a graph has of a decision."""
+    if decision.selected is None:
+        return None
+    verdict = decision.verdict(decision.selected)
+    return verdict.backend, verdict.repairs, verdict.options
+
+
+def masked_alike(call, other):
+    """A window or a prefix that reaches past the lengths is dropped, which the lowering of the mask asks."""
+    kinds = [tuple(n.kind for n in normalize(c).mask) for c in (call, other)]
+    return kinds[0] == kinds[1]
+
+
+def host(arch, versions):
+    return Host(arch=arch, versions=versions)
+
+
+@settings(max_examples=150, deadline=None, phases=NO_SHRINK)
+@given(
+    st.sampled_from(LINES),
+    st.sampled_from(["", " train"]),
+    st.sampled_from(ARCHS),
+    st.sampled_from([TORCHS, EVERYTHING]),
+    st.sampled_from([1, 2, 64]),
+    st.tuples(*[st.sampled_from(LENGTHS)] * 4),
+)
+def test_where_the_answers_stay_the_same_runs(line, phase, arch, versions, batch, lengths):
+    tables, machine = load(), host(arch, versions)
+    first, second = (sorted(pair) for pair in (lengths[:2], lengths[2:]))
+    call = parse(line + phase).with_(seqlen_q=first[0], seqlen_kv=first[1])
+    graph = graph_of(call, machine, tables)
+    sizes = (batch, *second)
+    other = call.with_(batch=batch, seqlen_q=second[0], seqlen_kv=second[1])
+    if graph.decision.selected is not None and masked_alike(call, other) and graph.holds(sizes):
+        assert what_runs(decide(other, machine, tables)) == what_runs(graph.decision)
+
+
+@settings(max_examples=100, deadline=None, phases=NO_SHRINK)
+@given(calls(), hosts(), st.sampled_from([2, 64]), st.sampled_from(LENGTHS), st.booleans())
+def test_the_same_holds_for_any_call(call, machine, batch, length, longer):
+    assume(min(call.seqlen_q, call.seqlen_kv, call.batch) > 1 and call.seqlen_q <= call.seqlen_kv)
+    tables = load()
+    try:
+        other = call.with_(batch=batch, seqlen_q=length, seqlen_kv=length * (1 + longer))
+    except ValueError:
+        return
+    assume(masked_alike(call, other))
+    graph = graph_of(call, machine, tables)
+    if graph.decision.selected is not None and graph.holds((batch, length, length * (1 + longer))):
+        assert what_runs(decide(other, machine, tables)) == what_runs(graph.decision)
+
+
+@pytest.mark.parametrize("versions", [TORCHS, EVERYTHING], ids=["torch", "everything"])
+@pytest.mark.parametrize("phase", ["", " train"], ids=["inference", "training"])
+@pytest.mark.parametrize("line", LINES)
+def test_few_graphs_serve_many_lengths_on_every_architecture(line, phase, versions):
+    """dynamo gives up at eight graphs of one function; a length that no row asks about needs none."""
+    tables = load()
+    sizes = [(2, n, n) for n in range(130, 8192, 110)]
+    for arch in ARCHS:
+        graphs = graphs_for(parse(line + phase), sizes, host(arch, versions), tables)
+        chosen = [graph.decision.selected for graph in graphs]
+        assert len(graphs) <= 4, f"{arch}: {chosen}"
+
+
+def test_a_backend_behind_the_selected_one_is_not_asked():
+    """cuDNN's rows ask about lengths modulo 128; where flash runs, they cannot change that."""
+    machine, tables = host("sm_90", TORCHS), load()
+    call = normalize(parse("bf16 b2 hq4 hkv2 sq130 d64 window=100,0 train"))
+    decision = decide(call, machine, tables)
+    assert decision.selected == "flash"
+    asked = {field for field, _ in _conditions(questions_of(decision, tables, OPEN))}
+    assert not asked & {"seqlen_q_mod_128", "seqlen_kv_mod_128"}
+
+
+def test_a_backend_that_is_preferred_or_required_is_asked_alone():
+    machine, tables = host("sm_90", EVERYTHING), load()
+    call = normalize(parse("bf16 b2 hq4 sq130 d64 train"))
+    for policy in (Policy(require="cudnn"), Policy(prefer=("cudnn",))):
+        decision = decide(call, machine, tables, policy)
+        assert decision.selected == "cudnn"
+        asked = {field for field, _ in _conditions(questions_of(decision, tables, OPEN))}
+        assert "seqlen_kv_mod_128" in asked
+
+
+def _conditions(questions):
+    boxes = (box for q in questions for box in (*q.when, *q.requires))
+    return {(field, str(spec)) for box in boxes for field, spec in box}
