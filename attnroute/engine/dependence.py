@@ -19,28 +19,38 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnroute.engine.decision import Decision, Verdict
-    from attnroute.tables.conditions import Spec
+    from attnroute.tables.conditions import Spec, Tri
     from attnroute.tables.load import Tables
     from attnroute.tables.schema import Option, Order
 
 Condition = tuple[str, "Spec"]
 Fields = frozenset[str]
-Boxes = tuple[tuple[Condition, ...], ...]
+
+
+class Asked(NamedTuple):
+    """What one box asks about the fields.
+
+    Attributes:
+        conditions: Its conditions on them, those on other fields left out.
+        settled: The others certainly hold, so that the box does where these do.
+    """
+
+    conditions: tuple[Condition, ...]
+    settled: bool
 
 
 class Question(NamedTuple):
-    """What one row asks about the fields.
+    """What one row asks about the fields; a box that another field keeps from holding is not here.
 
     Attributes:
-        when: The conditions of each box under which the row applies, those on other fields left out; a box
-            that another field keeps from holding is not here.
-        requires: The same of what it then requires.
+        when: The boxes of which one makes the row apply.
+        requires: The boxes of which one must then hold.
         exact: A box whose first condition fails need not be asked for its others, nor a row that does not
             apply for what it requires.
     """
 
-    when: Boxes
-    requires: Boxes
+    when: tuple[Asked, ...]
+    requires: tuple[Asked, ...]
     exact: bool
 
 
@@ -53,25 +63,30 @@ def questions_of(decision: Decision, tables: Tables, fields: Fields) -> tuple[Qu
         fields: The fields whose values may change.
     """
     found = (question for question in _questions(decision, tables, fields) if question is not None)
-    return tuple(q for q in found if any(q.when) or any(q.requires))
+    return tuple(q for q in found if any(box.conditions for box in (*q.when, *q.requires)))
 
 
 def answer(question: Question, facts: Facts) -> None:
     """Evaluate what a question needs asked; with a tracer's numbers, the answers become its conditions."""
-    applies = [_answered(box, facts, stop=question.exact) for box in question.when]
-    if any(applies) or not question.exact:
-        for box in question.requires:
-            _answered(box, facts, stop=question.exact)
+    applies = _answered(question.when, facts, stop=question.exact)
+    if applies or not question.exact:
+        _answered(question.requires, facts, stop=question.exact)
 
 
-def _answered(box: tuple[Condition, ...], facts: Facts, *, stop: bool) -> bool:
-    """Return whether no condition of a box is certainly false."""
-    held = True
-    for field, spec in box:
-        held = conditions.evaluate(spec, facts[field], facts) != "false" and held
-        if stop and not held:
+def _answered(boxes: tuple[Asked, ...], facts: Facts, *, stop: bool) -> bool:
+    """Ask box after box until one certainly holds, and return whether any is not certainly false."""
+    possible = False
+    for box in boxes:
+        held = _held(box.conditions, facts, stop=stop)
+        possible = possible or held != "false"
+        if stop and box.settled and held == "true":
             break
-    return held
+    return possible
+
+
+def _held(asked: tuple[Condition, ...], facts: Facts, *, stop: bool) -> Tri:
+    answers = (conditions.evaluate(spec, facts[field], facts) for field, spec in asked)
+    return conditions.combine_and(answers if stop else list(answers))
 
 
 def _questions(decision: Decision, tables: Tables, fields: Fields) -> Iterator[Question | None]:
@@ -144,21 +159,16 @@ def _on(row: Rule | Order | Option, fields: Fields, forms: list[Facts]) -> Quest
     return Question(when, requires, exact=bool(forms))
 
 
-def _possible(
-    part: Box | AnyOf | str, fields: Fields, forms: list[Facts]
-) -> tuple[tuple[Condition, ...], ...]:
-    """Return the conditions on the fields of every box that the others let hold in one of the forms."""
+def _possible(part: Box | AnyOf | str, fields: Fields, forms: list[Facts]) -> tuple[Asked, ...]:
+    """Return what is asked by every box that the other fields let hold in one of the forms."""
     found = []
     for box in _boxes(part):
         asked = tuple((field, spec) for field, spec in box.items() if _read(field, spec) & fields)
-        others = [condition for condition in box.items() if condition not in asked]
-        if not forms or any(_may_hold(others, facts) for facts in forms):
-            found.append(asked)
+        others = tuple(condition for condition in box.items() if condition not in asked)
+        held = [_held(others, facts, stop=True) for facts in forms]
+        if any(answer != "false" for answer in held) or not forms:
+            found.append(Asked(asked, settled=bool(held) and set(held) == {"true"}))
     return tuple(found)
-
-
-def _may_hold(others: list[Condition], facts: Facts) -> bool:
-    return all(conditions.evaluate(spec, facts[field], facts) != "false" for field, spec in others)
 
 
 def _reads_any(rule: Rule, fields: Fields) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnroute.executors._bindings import operator_of
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.executors._sink import Grads, Ran, Wanted
 from attnroute.masks.tensors import as_4d
@@ -53,7 +54,7 @@ def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted
 def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
     """Return the operator's outputs; the log-sum-exp may have a last dimension of size 1."""
     attn = None if inputs.attn is None else as_4d(inputs.attn)
-    return torch._scaled_dot_product_cudnn_attention(  # type: ignore[attr-defined,no-any-return]
+    return operator_of("_scaled_dot_product_cudnn_attention", inputs.query)(  # type: ignore[no-any-return]
         inputs.query,
         inputs.key,
         inputs.value,

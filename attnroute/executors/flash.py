@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnroute.executors import _flash_backward, _flash_ragged
+from attnroute.executors._bindings import operator_of
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.executors._repairs import empty_rows
 from attnroute.executors._sink import Grads, Ran, Wanted
@@ -54,7 +55,8 @@ def _cuda(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
         return _flash_ragged.run(inputs, _flash_ragged.rows_of(inputs, training=plan.training))
     if _is_plain(inputs):
         causal = inputs.mask.band_hi is not None
-        return torch._scaled_dot_product_flash_attention(  # type: ignore[attr-defined,no-any-return]
+        operator = operator_of("_scaled_dot_product_flash_attention", inputs.query)
+        return operator(  # type: ignore[no-any-return]
             inputs.query, inputs.key, inputs.value, inputs.dropout_p, causal, False, scale=inputs.scale
         )
     if _flash_ragged.misses_keys(inputs):

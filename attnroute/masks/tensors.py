@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from attnroute.errors import argument_error
 from attnroute.masks import checks
 from attnroute.masks.region import allowed, whole
-from attnroute.masks.tracing import address, is_traced
+from attnroute.masks.tracing import address, is_traced, is_tracing
 
 if TYPE_CHECKING:
     from attnroute.masks.bands import PrefixLM
@@ -241,7 +241,7 @@ _MEMORY: dict[int, _Memory] = {}
 
 def may_remember(owner: object) -> bool:
     """Return whether what is made may be kept: not under tracing, nor where changes cannot be seen."""
-    if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
+    if is_tracing() or peek_interpreter_stack() is not None:
         return False
     tensors = _tensors(owner)
     if any(is_traced(t) for t in tensors):

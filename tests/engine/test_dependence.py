@@ -138,4 +138,4 @@ def test_a_backend_that_is_preferred_or_required_is_asked_alone():
 
 def _conditions(questions):
     boxes = (box for q in questions for box in (*q.when, *q.requires))
-    return {(field, str(spec)) for box in boxes for field, spec in box}
+    return {(field, str(spec)) for box in boxes for field, spec in box.conditions}

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from repair_inputs import inputs_of, lowered, reference
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnroute
 from attnroute import masks
@@ -116,3 +117,13 @@ def test_a_ragged_batch_needs_prefix_sums():
     inputs.mask = lowered(masks.Documents(ids=torch.zeros(6, dtype=torch.int64)), inputs)
     with pytest.raises(ValueError, match="to_varlen requires documents or key padding given by lengths"):
         _flash_ragged.rows_of(inputs, training=False)
+
+
+def test_what_a_tracer_made_for_a_mask_is_not_kept():
+    """A mask of numbers alone belongs to no tracer, so nothing of the tracer's may stay with it."""
+    mask = masks.KeyPadding(lengths=[7, 5])
+    tensors = [torch.randn(2, 2, 7, 8) for _ in range(3)]
+    want = attnroute.attention(*tensors, masks.KeyPadding(lengths=[7, 5]))
+    with FakeTensorMode() as mode:
+        attnroute.attention(*(mode.from_tensor(t) for t in tensors), mask)
+    torch.testing.assert_close(attnroute.attention(*tensors, mask), want)
