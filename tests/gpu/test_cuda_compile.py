@@ -73,12 +73,13 @@ def test_inductor_runs_the_kernels_of_eager(name, train):
     check(name, train=train, backend="inductor")
 
 
-def test_few_graphs_serve_many_lengths():
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+def test_few_graphs_serve_many_lengths(train):
     run = torch.compile(
         lambda q, k, v: attnroute.attention(q, k, v, is_causal=True), fullgraph=True, backend="aot_eager"
     )
     for length in range(130, 4000, 110):
-        run(*problem(length, **OPTIONS))
+        run(*problem(length, train=train, **OPTIONS))
     # The first length has a graph of its own, until dynamo knows that it changes.
     assert counters["stats"]["unique_graphs"] <= 4
     assert not counters["graph_break"]

@@ -30,22 +30,32 @@ HOPPER = [
     ("causal", LONG | dims(256) | causal(), "fa3"),
     ("short", lengths(257, 257), "cudnn"),
     ("short", lengths(512, 512) | causal() | TRAINING, "cudnn"),
-    ("default", lengths(513, 513), "fa4"),
+    ("short", lengths(512, 512) | {"batch": 512}, "cudnn"),
+    ("default", lengths(513, 513) | {"batch": 512}, "fa4"),
+    ("short", lengths(2048, 2048) | causal(), "cudnn"),
+    ("causal", lengths(2048, 2048) | causal() | TRAINING, "fa3"),
+    ("causal", lengths(2048, 2048) | causal() | {"batch": 2}, "fa3"),
     ("decode", lengths(1, 32768), "cudnn"),
-    ("default", lengths(65, 32768), "fa4"),
-    ("decode-bottom-right", lengths(8, 32768) | causal("bottom_right"), "fa3"),
+    ("short", lengths(65, 32768), "cudnn"),
+    ("default", lengths(65, 32768) | {"batch": 4}, "fa4"),
+    ("decode-bottom-right", lengths(8, 32768) | causal("bottom_right"), "flash"),
+    ("bottom-right-small", lengths(65, 8192) | causal("bottom_right"), "flash"),
     ("bottom-right", lengths(128, 32768) | causal("bottom_right"), "fa3"),
     ("window-large", LONGER | window(4095, 0), "fa3"),
-    ("window", lengths(2048, 2048) | window(512, 0), "fa3"),
+    ("window", lengths(4096, 4096) | window(512, 0), "fa3"),
+    ("window-small", lengths(2048, 2048) | window(512, 0), "flash"),
     ("documents-large-training", LONG | DOCUMENTS | TRAINING, "flex"),
     ("documents", LONG | DOCUMENTS, "fa3"),
+    ("documents-small", lengths(4096, 4096) | DOCUMENTS, "flash"),
     ("documents-large", LONGER | DOCUMENTS | {"batch": 4}, "fa4"),
     ("padding", LONG | PADDING, "cudnn"),
     ("predicate-inference", LONG | PREFIX, "flex_fa4"),
     ("predicate", LONG | PREFIX | TRAINING, "flex"),
     ("predicate", LONG | {"mask": ({"kind": "function"},)}, "flex"),
     ("head-dim-512", lengths(4096, 4096) | dims(512) | causal(), "cudnn_fe"),
-    ("wide-heads", lengths(1024, 1024) | dims(512) | {"num_heads_q": 8}, "efficient"),
+    ("head-dim-512", lengths(1024, 1024) | dims(512) | {"num_heads_q": 8}, "cudnn_fe"),
+    ("wide-heads", lengths(512, 512) | dims(512) | {"num_heads_q": 8}, "efficient"),
+    ("wide-heads", lengths(1024, 1024) | dims(512) | {"num_heads_q": 8} | TRAINING, "efficient"),
     ("wide-heads-long", LONGER | dims(320) | causal(), "chunked"),
     ("wide-heads", lengths(4096, 4096) | dims(320) | {"num_heads_q": 8}, "efficient"),
     ("training-head-dim-512", lengths(4096, 4096) | dims(512) | TRAINING, "cudnn_fe"),
@@ -92,6 +102,22 @@ def test_transformer_engine_comes_after_the_frontend_of_the_same_cudnn(arch):
 )
 def test_fa4_is_first_on_blackwell_in_the_data_centre(arch, fields):
     assert order_of(arch, fields).order[0] == "fa4"
+
+
+@pytest.mark.parametrize("arch", [*DATA_CENTRE, "sm_107"])
+@pytest.mark.parametrize(
+    ("row", "fields", "first"),
+    [
+        ("short", lengths(2048, 2048) | causal(), "cudnn"),
+        ("window-small", lengths(2048, 2048) | window(64, 0), "flash"),
+        ("documents-small", lengths(4096, 4096) | DOCUMENTS, "flash"),
+        ("bottom-right-small", lengths(65, 8192) | causal("bottom_right"), "flash"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_small_calls_go_where_the_host_is_free_soonest(arch, row, fields, first):
+    found = order_of(arch, fields)
+    assert (found.name, found.order[0]) == (row, first)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121"])
