@@ -106,11 +106,11 @@ def test_the_same_holds_for_any_call(call, machine, batch, length, longer):
 @pytest.mark.parametrize("versions", [TORCHS, EVERYTHING], ids=["torch", "everything"])
 @pytest.mark.parametrize("phase", ["", " train"], ids=["inference", "training"])
 @pytest.mark.parametrize("line", LINES)
-def test_few_graphs_serve_many_lengths_on_every_architecture(line, phase, versions):
+def test_few_graphs_serve_many_lengths(line, phase, versions):
     """dynamo gives up at eight graphs of one function; a length that no row asks about needs none."""
     tables = load()
     sizes = [(2, n, n) for n in range(130, 8192, 110)]
-    for arch in ARCHS:
+    for arch in ("sm_80", "sm_90", "sm_100", "sm_120"):
         graphs = graphs_for(parse(line + phase), sizes, host(arch, versions), tables)
         chosen = [graph.decision.selected for graph in graphs]
         assert len(graphs) <= 3, f"{arch}: {chosen}"
