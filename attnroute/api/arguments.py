@@ -8,7 +8,7 @@ from torch import Tensor
 from attnroute.api.forms import TORCH_MASKS, take_bias, take_mask
 from attnroute.api.packed import pack, refuse_lengths
 from attnroute.api.question import Arguments, places
-from attnroute.api.transforms import active_transform, has_dispatch_mode
+from attnroute.api.transforms import active_transform, has_dispatch_mode, may_be_transformed
 from attnroute.errors import ArgumentError, argument_error
 from attnroute.masks import Dense, Mask
 from attnroute.masks.look import LOOK_THRESHOLD, look_into
@@ -31,10 +31,12 @@ def collect(args: Arguments) -> Arguments:
     query, key, value = args.query, args.key, args.value
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         raise _not_a_tensor(query, key, value)
-    if query.device.type not in DEVICES:
+    # Asking for query.device.type takes four times as long, and every call waits for this.
+    device_type = "cuda" if query.is_cuda else "cpu" if query.is_cpu else query.device.type
+    if device_type not in DEVICES:
         to_do = "move query, key and value to one of them"
         raise argument_error("query", f"a device among {', '.join(DEVICES)}", query.device, to_do)
-    if type(args.mask).__name__ in TORCH_MASKS:
+    if args.mask is not None and type(args.mask).__name__ in TORCH_MASKS:
         take_mask(args)
     if args.bias is not None and type(args.bias) is not Tensor:
         take_bias(args)
@@ -42,8 +44,8 @@ def collect(args: Arguments) -> Arguments:
         pack(args)
     else:
         refuse_lengths(args)
-    if torch.is_autocast_enabled(query.device.type):
-        _autocast(args, torch.get_autocast_dtype(query.device.type))
+    if torch.is_autocast_enabled(device_type):
+        _autocast(args, torch.get_autocast_dtype(device_type))
     args.training = torch.is_grad_enabled() and _requires_grad(args)
     strictly = (
         torch.are_deterministic_algorithms_enabled()
@@ -53,8 +55,7 @@ def collect(args: Arguments) -> Arguments:
         args.deterministic = strictly
     elif args.deterministic and args.training and not strictly:
         raise _not_deterministic()
-    tensors = (args.query, args.key, args.value, args.mask, args.bias, args.sink, args.alibi_slopes)
-    args.transform = active_transform(*tensors, *args.captured)
+    args.transform = _transform(args) if may_be_transformed() else None
     args.traced = is_traced(query)
     # A tracer sees every operator through modes of its own.
     args.dispatch_mode = not args.traced and has_dispatch_mode()
@@ -64,10 +65,15 @@ def collect(args: Arguments) -> Arguments:
 def _requires_grad(args: Arguments) -> bool:
     if args.query.requires_grad or args.key.requires_grad or args.value.requires_grad:
         return True
-    for tensor in (args.mask, args.bias, args.sink, args.alibi_slopes, *args.captured):
-        if tensor is not None and isinstance(tensor, Tensor) and tensor.requires_grad:
-            return True
-    return False
+    if args.mask is None and args.bias is None and args.sink is None and args.alibi_slopes is None:
+        return any(tensor.requires_grad for tensor in args.captured)
+    others = (args.mask, args.bias, args.sink, args.alibi_slopes, *args.captured)
+    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in others)
+
+
+def _transform(args: Arguments) -> str | None:
+    tensors = (args.query, args.key, args.value, args.mask, args.bias, args.sink, args.alibi_slopes)
+    return active_transform(*tensors, *args.captured)
 
 
 def route_key(args: Arguments, policy: Policy) -> tuple[object, ...]:

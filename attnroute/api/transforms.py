@@ -16,8 +16,13 @@ def has_dispatch_mode() -> bool:
     return bool(_modes() > 0)
 
 
+def may_be_transformed() -> bool:
+    """Return whether a transform or a forward-mode level is active; a plain call asks no more than this."""
+    return _peek() is not None or forward_ad._current_level >= 0
+
+
 def active_transform(*given: object) -> str | None:
-    """Return "vmap", "forward_ad", "double_backward" or None; a plain call pays two attribute reads."""
+    """Return "vmap", "forward_ad", "double_backward" or None for the tensors of a call."""
     interpreter = _peek()
     if interpreter is not None:
         return _functorch(interpreter)
