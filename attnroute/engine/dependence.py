@@ -100,7 +100,7 @@ def _questions(decision: Decision, tables: Tables, fields: Fields) -> Iterator[Q
             break
     row = declared_order(call, host, tables)
     for verdict in decision.verdicts:
-        if policy.require in (None, verdict.backend) and may_precede(verdict.backend, decision, row):
+        if not _is_kept_out(verdict) and may_precede(verdict.backend, decision, row):
             yield from _about(verdict, decision, tables, fields)
 
 
@@ -120,6 +120,11 @@ def _about(verdict: Verdict, decision: Decision, tables: Tables, fields: Fields)
     yield from asked.values()
     for option in tables.options(host.arch, verdict.backend):
         yield _on(option.option, fields, forms)
+
+
+def _is_kept_out(verdict: Verdict) -> bool:
+    """Return whether a wish keeps a backend out, whatever its rows say; only what is unknown may change."""
+    return verdict.excluded is not None and verdict.excluded.reason != "unknown"
 
 
 def _is_out(verdict: Verdict, rows: dict[str, Rule], fields: Fields) -> bool:

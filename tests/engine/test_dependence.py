@@ -136,6 +136,26 @@ def test_a_backend_that_is_preferred_or_required_is_asked_alone():
         assert "seqlen_kv_mod_128" in asked
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(ban=("cudnn",)),
+        Policy(allow=("flash", "efficient")),
+        Policy(require="flash"),
+        Policy(failed=(("cudnn", "it said no"),)),
+    ],
+    ids=["banned", "not allowed", "not required", "failed"],
+)
+def test_a_backend_that_a_wish_keeps_out_is_not_asked(policy):
+    """On its own cuDNN comes first here and asks about lengths modulo 128."""
+    machine, tables = host("sm_90", TORCHS), load()
+    call = normalize(parse("bf16 b2 hq4 sq130 d64 train"))
+    decision = decide(call, machine, tables, policy)
+    assert decision.selected == "flash"
+    asked = {field for field, _ in _conditions(questions_of(decision, tables, OPEN))}
+    assert not asked & {"seqlen_q_mod_128", "seqlen_kv_mod_128"}
+
+
 def _conditions(questions):
     boxes = (box for q in questions for box in (*q.when, *q.requires))
     return {(field, str(spec)) for box in boxes for field, spec in box.conditions}
