@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from attnroute.api.guards import OPEN
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision
-from attnroute.engine.dependence import answer, questions_of
+from attnroute.engine.dependence import OPEN, answer, questions_of
 from attnroute.facts import facts_of, sizes_of
 from attnroute.masks.normalize import normalize
 

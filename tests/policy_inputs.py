@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 import attnroute
 from attnroute.call import Call
 from attnroute.host import Host
@@ -41,5 +39,8 @@ def stated(**settings_given):
 
 
 def selected(**arguments):
+    # Imported here, because tests of the engine alone run without torch.
+    import torch
+
     query = torch.zeros(1, 2, 8, 8)
     return attnroute.explain(query, query, query, **arguments).selected

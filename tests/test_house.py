@@ -35,6 +35,15 @@ INSTALLS_BARE_NAME = re.compile(r"pip3? +install[^\n`&;|#]*(?<![\w/.-])attnroute
 
 SHOWN_COMMAND = re.compile(r"^```\n\$ attnroute (.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
+WITHOUT_TORCH = """
+import sys, pytest
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"{name} may not be imported here")
+sys.meta_path.insert(0, Blocked())
+"""
+
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
@@ -199,3 +208,14 @@ def test_the_package_is_marked_as_typed() -> None:
 
 def test_the_files_that_begin_first_exist() -> None:
     assert [name for name in LONGEST_FIRST if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_what_runs_without_torch_imports_without_it():
+    """The session `lowest` has no torch; here one that is there may not be imported."""
+    found = re.search(
+        r"^TORCH_FREE_TESTS = \((.+)\)$", (ROOT / "noxfile.py").read_text("utf-8"), re.MULTILINE
+    )
+    paths = re.findall(r'"([^"]+)"', found[1])
+    code = WITHOUT_TORCH + f"sys.exit(pytest.main({['-q', '--co', *paths]}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

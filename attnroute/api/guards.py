@@ -7,12 +7,12 @@ of the graph: a length with another answer is traced anew, and no other one is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from torch import SymInt
 
-from attnroute.engine.dependence import answer, questions_of
-from attnroute.facts import LENGTH_FACTS, facts_of, sizes_of
+from attnroute.engine.dependence import OPEN, answer, questions_of
+from attnroute.facts import facts_of, sizes_of
 from attnroute.masks.normalize import normalize
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from attnroute.engine.decision import Decision
     from attnroute.masks.nodes import Extent
     from attnroute.tables.load import Tables
-
-OPEN: Final = frozenset({*LENGTH_FACTS, "batch"})
-"""The fields that a tracer may leave open."""
 
 
 class _Open:

@@ -6,12 +6,12 @@ that they had when the graph was made.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnroute.engine import repairs
 from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply
 from attnroute.engine.rank import declared_order, may_precede
-from attnroute.facts import Facts, facts_of
+from attnroute.facts import LENGTH_FACTS, Facts, facts_of
 from attnroute.tables import conditions
 from attnroute.tables.schema import AnyOf, Box, Rule
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from attnroute.tables.conditions import Spec, Tri
     from attnroute.tables.load import Tables
     from attnroute.tables.schema import Option, Order
+
+OPEN: Final = frozenset({*LENGTH_FACTS, "batch"})
+"""The fields that a tracer may leave open."""
 
 Condition = tuple[str, "Spec"]
 Fields = frozenset[str]

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from open_lengths import graph_of, graphs_for
 from strategies import calls, hosts
 
-from attnroute.api.guards import OPEN
 from attnroute.engine.decide import decide
-from attnroute.engine.dependence import questions_of
+from attnroute.engine.dependence import OPEN, questions_of
 from attnroute.host import Host
 from attnroute.line import parse
 from attnroute.masks.normalize import normalize
