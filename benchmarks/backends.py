@@ -72,34 +72,41 @@ def candidates(shape: Shape, inputs: tuple[torch.Tensor, ...]) -> tuple[str, lis
     return decision.selected or "none", worth
 
 
+def runs_of(
+    shape: Shape, inputs: tuple[torch.Tensor, ...], backends: list[str]
+) -> tuple[dict[str, Run], dict[str, Run], dict[str, str]]:
+    """Return what is timed, the forwards alone, both by name with stock, and what each failure said."""
+    query, key, value = inputs
+    stock_mask, our_mask = shape.stock(), shape.ours()
+    is_gqa = shape.heads_q != shape.heads_kv
+    forwards: dict[str, Run] = {
+        "stock": lambda: sdpa(query, key, value, enable_gqa=is_gqa, **stock_mask),
+        **{b: lambda name=b: attention(query, key, value, backend=name, **our_mask) for b in backends},
+    }
+    runs, failures = {}, {}
+    for name, forward in forwards.items():
+        try:
+            run = passes(shape, forward, inputs)
+            run()
+            runs[name] = run
+        except Exception as error:  # noqa: BLE001 - a backend that fails is a result
+            failures[name] = f"{type(error).__name__}: {str(error)[:300]}"
+    return runs, forwards, failures
+
+
 def measure(shape: Shape, *, rounds: int) -> dict[str, Any]:
     """Time stock and every candidate, and say how far each is from float64."""
     torch.manual_seed(0)
     inputs = shape.tensors()
-    query, key, value = inputs
-    stock_mask, our_mask = shape.stock(), shape.ours()
     selected, backends = candidates(shape, inputs)
-    is_gqa = shape.heads_q != shape.heads_kv
-    runs: dict[str, Run] = {
-        "stock": passes(shape, lambda: sdpa(query, key, value, enable_gqa=is_gqa, **stock_mask), inputs)
-    }
-    found: dict[str, Any] = {"selected": selected, "errors": {}, "failures": {}}
-    for backend in backends:
-
-        def forward(name: str = backend) -> torch.Tensor:
-            return attention(query, key, value, backend=name, **our_mask)
-
-        try:
-            run = passes(shape, forward, inputs)
-            run()
-            found["errors"][backend] = round(row_error(shape, forward().detach(), inputs), 5)
-            runs[backend] = run
-        except Exception as error:  # noqa: BLE001 - a backend that fails is a result
-            found["failures"][backend] = f"{type(error).__name__}: {str(error)[:300]}"
+    runs, forwards, failures = runs_of(shape, inputs, backends)
+    found: dict[str, Any] = {"selected": selected, "failures": failures}
+    ours = [name for name in runs if name != "stock"]
+    found["errors"] = {b: round(row_error(shape, forwards[b]().detach(), inputs), 5) for b in ours}
     found["kernels"] = kernels_of(runs[selected]) if selected in runs else []
     times = side_by_side(runs, rounds=rounds)
     found["ms"] = {name: round(ms, 4) for name, ms in times.items()}
-    if selected in times:
+    if selected in times and "stock" in times:
         found["ratio_to_stock"] = round(times[selected] / times["stock"], 4)
     fastest = min((b for b in times if b != "stock"), key=times.__getitem__, default=None)
     found["fastest"] = fastest

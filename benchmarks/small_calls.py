@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from backends import versions
-from beside_stock import passes
+from backends import runs_of, versions
 from common import Run, progress, save
 from shapes import Shape
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from attnroute import attention, explain
+from attnroute import explain
 
 SIZES = (
     (1, 4, 4, 128),
@@ -82,25 +80,8 @@ def measure(shape: Shape, *, rounds: int) -> dict[str, Any]:
     """Time stock and every candidate by name."""
     torch.manual_seed(0)
     inputs = shape.tensors()
-    query, key, value = inputs
-    stock_mask, our_mask = shape.stock(), shape.ours()
     selected, named = candidates(shape, inputs)
-    is_gqa = shape.heads_q != shape.heads_kv
-    runs: dict[str, Run] = {
-        "stock": passes(shape, lambda: sdpa(query, key, value, enable_gqa=is_gqa, **stock_mask), inputs)
-    }
-    failures = {}
-    for backend in named:
-
-        def forward(name: str = backend) -> torch.Tensor:
-            return attention(query, key, value, backend=name, **our_mask)
-
-        try:
-            runs[backend] = passes(shape, forward, inputs)
-            runs[backend]()
-        except Exception as error:  # noqa: BLE001 - a backend that fails is a result
-            runs.pop(backend, None)
-            failures[backend] = f"{type(error).__name__}: {str(error)[:200]}"
+    runs, _, failures = runs_of(shape, inputs, named)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():

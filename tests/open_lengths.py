@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision
-from attnroute.engine.dependence import OPEN, answer, questions_of
-from attnroute.facts import facts_of, sizes_of
+from attnroute.engine.dependence import OPEN, answer, open_facts, questions_of
 from attnroute.masks.normalize import normalize
 
 Sizes = tuple[int, int, int]
@@ -85,14 +84,6 @@ class Graph(NamedTuple):
         return all(of(sizes) == found for of, found in self.notes)
 
 
-class _Sizes:
-    def __init__(self, call, batch, seqlen_q, seqlen_kv):
-        self._call, self.batch, self.seqlen_q, self.seqlen_kv = call, batch, seqlen_q, seqlen_kv
-
-    def __getattr__(self, name):
-        return getattr(self._call, name)
-
-
 def graph_of(call, host, tables, policy=None):
     """Decide, and note what the decision asked about batch and lengths."""
     decision = decide(call, host, tables, policy)
@@ -100,8 +91,7 @@ def graph_of(call, host, tables, policy=None):
     notes: list = []
     example = (simple.batch, simple.seqlen_q, simple.seqlen_kv)
     parts = (Open(lambda s, n=n: s[n], example, notes) for n in range(3))
-    open_ = sizes_of(_Sizes(simple, *parts))
-    facts = {**facts_of(simple), **{name: open_[name] for name in OPEN}}
+    facts = open_facts(simple, *parts)
     for question in questions_of(decision.model_copy(update={"call": simple}), tables, OPEN):
         answer(question, facts)
     return Graph(decision, notes)

@@ -7,12 +7,11 @@ of the graph: a length with another answer is traced anew, and no other one is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import SymInt
 
-from attnroute.engine.dependence import OPEN, answer, questions_of
-from attnroute.facts import facts_of, sizes_of
+from attnroute.engine.dependence import OPEN, answer, open_facts, questions_of
 from attnroute.masks.normalize import normalize
 
 if TYPE_CHECKING:
@@ -20,17 +19,6 @@ if TYPE_CHECKING:
     from attnroute.engine.decision import Decision
     from attnroute.masks.nodes import Extent
     from attnroute.tables.load import Tables
-
-
-class _Open:
-    """A call whose batch and lengths are those of the tracer."""
-
-    def __init__(self, call: Call, extent: Extent) -> None:
-        self._call = call
-        self.batch, _, self.seqlen_q, self.seqlen_kv, _ = extent
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._call, name)
 
 
 def hold(decision: Decision, extent: Extent, tables: Tables) -> None:
@@ -45,8 +33,7 @@ def hold(decision: Decision, extent: Extent, tables: Tables) -> None:
         return
     call = normalize(decision.call)
     decision = decision.model_copy(update={"call": call})
-    open_ = sizes_of(_Open(call, extent))  # type: ignore[arg-type]
-    facts = {**facts_of(call), **{name: open_[name] for name in OPEN}}
+    facts = open_facts(call, extent.batch, extent.seqlen_q, extent.seqlen_kv)
     # Older versions of torch cannot compare an open answer with True.
     facts["seqlens_equal"] = bool(facts["seqlens_equal"])
     for question in questions_of(decision, tables, OPEN):

@@ -16,7 +16,7 @@ from attnroute.engine.repairs import apply
 from attnroute.facts import LENGTH_FACTS, empty_rows_of, facts_of
 from attnroute.masks.normalize import normalize, recognized
 from attnroute.tables import conditions
-from attnroute.tables.schema import AnyOf, Box
+from attnroute.tables.schema import AnyOf, Box, boxes_of
 from attnroute.vocabulary import GRID_LIMIT
 
 if TYPE_CHECKING:
@@ -70,22 +70,16 @@ def conditions_on(fields: frozenset[str], tables: Tables, arch: str) -> tuple[Co
     found: dict[str, Condition] = {}
     for box in _boxes(tables, arch):
         for field, spec in box.items():
-            if _names(field, spec) & fields:
+            if conditions.fields_in(field, spec) & fields:
                 found[f"{field} {spec}"] = (field, spec)
     return tuple(found.values())
 
 
-def _names(field: str, spec: Spec) -> set[str]:
-    """The field and every other field that its condition compares it with."""
-    terms = conditions.parse(spec) if isinstance(spec, str) else ()
-    return {field, *(t.operand for t in terms if isinstance(t.operand, str))}
-
-
 def _boxes(tables: Tables, arch: str) -> Iterator[Box]:
-    parts = [order.when for order in tables.arch(arch).order]
+    parts: list[Box | AnyOf | str] = [order.when for order in tables.arch(arch).order]
     for backend in tables.backends:
         parts += [row.option.when for row in tables.options(arch, backend)]
         for row in tables.rules(arch, backend) or ():
-            parts += [part for part in (row.rule.when, row.rule.requires) if not isinstance(part, str)]
+            parts += [row.rule.when, row.rule.requires]
     for part in parts:
-        yield from part.any_of if isinstance(part, AnyOf) else [part]
+        yield from boxes_of(part)

@@ -6,18 +6,19 @@ that they had when the graph was made.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from attnroute.engine import repairs
 from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply
 from attnroute.engine.rank import declared_order, may_precede
-from attnroute.facts import LENGTH_FACTS, Facts, facts_of
+from attnroute.facts import LENGTH_FACTS, Facts, facts_of, sizes_of
 from attnroute.tables import conditions
-from attnroute.tables.schema import AnyOf, Box, Rule
+from attnroute.tables.schema import AnyOf, Box, Rule, boxes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from attnroute.call import Call
     from attnroute.engine.decision import Decision, Verdict
     from attnroute.tables.conditions import Spec, Tri
     from attnroute.tables.load import Tables
@@ -55,6 +56,22 @@ class Question(NamedTuple):
     when: tuple[Asked, ...]
     requires: tuple[Asked, ...]
     exact: bool
+
+
+class _Open:
+    """A call of other sizes, which may be numbers of a tracer."""
+
+    def __init__(self, call: Call, batch: Any, seqlen_q: Any, seqlen_kv: Any) -> None:
+        self._call, self.batch, self.seqlen_q, self.seqlen_kv = call, batch, seqlen_q, seqlen_kv
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+def open_facts(call: Call, batch: Any, seqlen_q: Any, seqlen_kv: Any) -> dict[str, Any]:
+    """Return the facts of a call, those that may be open computed from other sizes than its own."""
+    sizes = sizes_of(_Open(call, batch, seqlen_q, seqlen_kv))  # type: ignore[arg-type]
+    return {**facts_of(call), **{name: sizes[name] for name in OPEN}}
 
 
 def questions_of(decision: Decision, tables: Tables, fields: Fields) -> tuple[Question, ...]:
@@ -170,8 +187,10 @@ def _on(row: Rule | Order | Option, fields: Fields, forms: list[Facts]) -> Quest
 def _possible(part: Box | AnyOf | str, fields: Fields, forms: list[Facts]) -> tuple[Asked, ...]:
     """Return what is asked by every box that the other fields let hold in one of the forms."""
     found = []
-    for box in _boxes(part):
-        asked = tuple((field, spec) for field, spec in box.items() if _read(field, spec) & fields)
+    for box in boxes_of(part):
+        asked = tuple(
+            (field, spec) for field, spec in box.items() if conditions.fields_in(field, spec) & fields
+        )
         others = tuple(condition for condition in box.items() if condition not in asked)
         held = [_held(others, facts, stop=True) for facts in forms]
         if any(answer != "false" for answer in held) or not forms:
@@ -180,17 +199,5 @@ def _possible(part: Box | AnyOf | str, fields: Fields, forms: list[Facts]) -> tu
 
 
 def _reads_any(rule: Rule, fields: Fields) -> bool:
-    boxes = (*_boxes(rule.when), *_boxes(rule.requires))
-    return any(_read(field, spec) & fields for box in boxes for field, spec in box.items())
-
-
-def _read(field: str, spec: Spec) -> set[str]:
-    """Return the field and every other field that its condition compares it with."""
-    terms = conditions.parse(spec) if isinstance(spec, str) else ()
-    return {field, *(t.operand for t in terms if isinstance(t.operand, str))}
-
-
-def _boxes(part: Box | AnyOf | str) -> list[Box]:
-    if isinstance(part, str):
-        return []
-    return part.any_of if isinstance(part, AnyOf) else [part]
+    boxes = (*boxes_of(rule.when), *boxes_of(rule.requires))
+    return any(conditions.fields_in(field, spec) & fields for box in boxes for field, spec in box.items())

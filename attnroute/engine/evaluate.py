@@ -12,7 +12,7 @@ from attnroute.facts import Facts, facts_of
 from attnroute.host import Host
 from attnroute.tables import conditions
 from attnroute.tables.alternatives import alternatives, names_in, spare
-from attnroute.tables.schema import AnyOf, BackendInfo, Box, Option, Order, Rule
+from attnroute.tables.schema import AnyOf, BackendInfo, Box, Option, Order, Rule, boxes_of
 from attnroute.tables.versions import contains, version_of
 
 if TYPE_CHECKING:
@@ -221,10 +221,7 @@ def _outcome(requires: Box | AnyOf | str, facts: Facts) -> Outcome:
 
 
 def _fields(box: Box | AnyOf | str) -> list[str]:
-    if isinstance(box, str):
-        return []
-    boxes = box.any_of if isinstance(box, AnyOf) else [box]
-    return [field for option in boxes for field in option]
+    return [field for option in boxes_of(box) for field in option]
 
 
 def _render_box(box: Box | AnyOf) -> str:
@@ -241,8 +238,7 @@ def _requires(rule: Rule) -> str:
     if not isinstance(rule.requires, str):
         return _render_box(rule.requires)
     parts = [f"{name} outside {_ranges(ranges)}" for name, ranges in rule.versions.items()]
-    boxes = rule.when.any_of if isinstance(rule.when, AnyOf) else [rule.when]
-    if any(boxes):
+    if any(boxes_of(rule.when)):
         parts.append(f"not ({_render_box(rule.when)})")
     if rule.phase is not None:
         parts.append("inference" if rule.phase == "training" else "training")

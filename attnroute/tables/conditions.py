@@ -99,6 +99,12 @@ def evaluate(spec: Spec, value: Value, facts: Facts) -> Tri:
     return "varies" if isinstance(value, Varies) else _tri(value == spec)
 
 
+def fields_in(field: str, spec: Spec) -> set[str]:
+    """Return the field of a condition and every other field that it is compared with."""
+    terms = parse(spec) if isinstance(spec, str) else ()
+    return {field, *(t.operand for t in terms if isinstance(t.operand, str) and t.operand in FACTS)}
+
+
 def combine_and(parts: Iterable[Tri]) -> Tri:
     """All must hold: one false decides, and nothing behind it is looked at; then what is not certain."""
     return _combine(parts, decides="false", otherwise="true")

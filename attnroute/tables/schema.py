@@ -68,6 +68,13 @@ class AnyOf(_Row):
         return [_check_box(box) for box in boxes]
 
 
+def boxes_of(part: Box | AnyOf | str) -> list[Box]:
+    """Return the boxes of which one must hold; "never" has none."""
+    if isinstance(part, str):
+        return []
+    return part.any_of if isinstance(part, AnyOf) else [part]
+
+
 class Option(_Row):
     """Options that a kernel is given where `when`, `versions` and `phase` certainly hold, such as tile sizes.
 
