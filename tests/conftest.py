@@ -24,7 +24,7 @@ settings.register_profile(
     "ci",
     deadline=None,
     derandomize=True,
-    max_examples=60,
+    max_examples=40,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -61,7 +61,7 @@ def judged(decision):
 
 
 @given(calls(), hosts(), policies())
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_every_backend_has_one_verdict_and_the_first_candidate_is_selected(call, host, policy):
     decision = decide(call, host, policy=policy)
     assert sorted(v.backend for v in decision.verdicts) == sorted(BACKENDS)
@@ -228,7 +228,7 @@ def added_rows(draw):
 
 
 @given(calls(), hosts(), added_rows())
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_one_more_row_makes_nothing_more_acceptable(call, host, rule):
     """A row without a repair. One that names a repair can help: what it prepares may suit other rows too."""
 
@@ -245,7 +245,7 @@ def test_one_more_row_makes_nothing_more_acceptable(call, host, rule):
 
 
 @given(calls(), hosts(), st.data())
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_what_nobody_stated_makes_nothing_more_acceptable(call, host, data):
     """Leaving out a version, or whether the inputs train, never makes a rejected backend eligible."""
     known = (
