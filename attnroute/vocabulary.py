@@ -94,6 +94,9 @@ DTYPE_SHORT: Final[dict[str, str]] = {
 SLOW_TIER: Final[frozenset[str]] = frozenset({"math"})
 """Backends whose memory grows with seqlen_q * seqlen_kv: never selected silently where that is large."""
 
+BUILD_MASKS: Final[frozenset[str]] = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
+"""Repairs that build a dense mask or bias."""
+
 GRID_LIMIT: Final = 65535
 """CUDA's limit on the y and z dimensions of a grid: what split_batch and split_heads stay below."""
 

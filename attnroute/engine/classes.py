@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from attnroute.call import Call, DocumentsNode
+from attnroute.engine.quadratic import may_grow
 from attnroute.engine.repairs import apply
 from attnroute.facts import LENGTH_FACTS, empty_rows_of, facts_of
 from attnroute.masks.normalize import normalize, recognized
@@ -48,7 +49,8 @@ def _form(call: Call, arch: str, tables: Tables) -> Hashable:
     )
     nodes = tuple((n.kind, n.contiguous if isinstance(n, DocumentsNode) else None) for n in call.mask)
     # What a materialised mask is depends on these, through the repairs.
-    derived = (call.seqlen_q > 1, empty_rows_of(call.with_(bias=None)) if call.mask else None)
+    rows = empty_rows_of(call.with_(bias=None)) if call.mask else None
+    derived = (call.seqlen_q > 1, may_grow(call), rows)
     return (fixed, asked, nodes, derived, _repaired(call), call.context, call.qkv_requires_grad)
 
 

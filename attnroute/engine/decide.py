@@ -10,12 +10,13 @@ from attnroute.engine.decision import Decision, Exclusion, Verdict
 from attnroute.engine.evaluate import evaluate, missing_needs
 from attnroute.engine.finding import Finding
 from attnroute.engine.options import Options, options_for
+from attnroute.engine.quadratic import holds_quadratic, may_grow
 from attnroute.engine.rank import declared_order, ranked
 from attnroute.host import Host
 from attnroute.masks.normalize import normalize
 from attnroute.policy import Policy
 from attnroute.tables.load import Tables, load
-from attnroute.vocabulary import SLOW_TIER, Repair, Status
+from attnroute.vocabulary import BUILD_MASKS, SLOW_TIER, Repair, Status
 
 
 def decide(
@@ -83,6 +84,7 @@ def judge(call: Call, host: Host, tables: Tables, backend: str, policy: Policy) 
         repairs=found.repairs if able else (),
         missing=missing,
         extra_bytes=found.extra_bytes if able else 0,
+        quadratic_bytes=found.quadratic_bytes if able else 0,
         score_bytes=stock.score_bytes(call) if info.memory == "quadratic" else 0,
         options=options.values,
         option_rows=options.rows,
@@ -95,6 +97,7 @@ class _Repaired(NamedTuple):
     findings: tuple[Finding, ...]
     repairs: tuple[Repair, ...]
     extra_bytes: int
+    quadratic_bytes: int
     call: Call
 
 
@@ -119,15 +122,18 @@ def _repair_loop(
     call: Call, host: Host, tables: Tables, backend: str, stages: list[list[Finding]], made: list[Repair]
 ) -> _Repaired:
     """Apply named repairs to the call, one at a time, until nothing that is left can be lifted."""
-    extra = 0
+    counts = may_grow(call)
+    extra = quadratic = 0
     while True:
         stages.append(evaluate(call, host, tables, backend))
         change = _next_repair(call, stages[-1], made)
         if change is None:
-            return _Repaired(_told(stages, tuple(made)), tuple(made), extra, call)
+            return _Repaired(_told(stages, tuple(made)), tuple(made), extra, quadratic, call)
         repair, call, size = change
         made.append(repair)
         extra += size
+        if counts and repair in BUILD_MASKS and holds_quadratic(call):
+            quadratic += size
 
 
 def _next_repair(call: Call, found: list[Finding], made: list[Repair]) -> tuple[Repair, Call, int] | None:

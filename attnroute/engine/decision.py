@@ -41,6 +41,8 @@ class Verdict(_Part):
         missing: What the backend needs and the host has not.
         predicted_ms: Predicted time in milliseconds, None where nothing was measured.
         extra_bytes: What the repairs allocate, in bytes.
+        quadratic_bytes: How many of these are a mask with an entry for every query and key that makes memory
+            quadratic (`engine.quadratic`). Such a backend comes after every one that builds none.
         score_bytes: What a quadratic backend allocates for its scores, in bytes; 0 for the others.
         options: Tile options that rows state for the kernel on this call, by name.
         option_rows: The id of the row that each of these comes from, in the same order.
@@ -57,6 +59,7 @@ class Verdict(_Part):
     missing: tuple[str, ...] = ()
     predicted_ms: float | None = None
     extra_bytes: int = 0
+    quadratic_bytes: int = 0
     score_bytes: int = 0
     options: tuple[tuple[str, int | bool | str], ...] = ()
     option_rows: tuple[str, ...] = ()

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from attnroute.engine import repairs
 from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply
+from attnroute.engine.quadratic import SMALL_MASK
 from attnroute.engine.rank import declared_order, may_precede
 from attnroute.facts import LENGTH_FACTS, Facts, facts_of, sizes_of
 from attnroute.tables import conditions
 from attnroute.tables.schema import AnyOf, Box, Rule, boxes_of
+from attnroute.vocabulary import BUILD_MASKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,6 +120,9 @@ def _questions(decision: Decision, tables: Tables, fields: Fields) -> Iterator[Q
         # The first row that holds is used, and none behind it.
         if certainly_holds(order, call, known, host):
             break
+    if any(verdict.repairs and not BUILD_MASKS.isdisjoint(verdict.repairs) for verdict in decision.verdicts):
+        # Whether a mask that is built is small decides who comes first.
+        yield Question((Asked((SMALL_MASK,), settled=True),), (), exact=True)
     row = declared_order(call, host, tables)
     for verdict in decision.verdicts:
         if not _is_kept_out(verdict) and may_precede(verdict.backend, decision, row):

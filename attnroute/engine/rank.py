@@ -1,4 +1,4 @@
-"""Order the candidates: eligibility first, then wishes, then the declared order, the slow tier last."""
+"""Order the candidates: wishes first, then certainty, then memory, then the declared order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from attnroute.vocabulary import SLOW_TIER
 if TYPE_CHECKING:
     from attnroute.tables.load import Tables
 
-Place = tuple[int, bool, bool, bool, int, str]
-"""Wished, not certain, slow tier, slow here, declared place, name: the least comes first."""
+Place = tuple[int, bool, bool, bool, bool, int, str]
+"""Wished, not certain, slow tier, large mask, slow here, declared place, name: the least comes first."""
 
 
 def declared_order(call: Call, host: Host, tables: Tables) -> Order | None:
@@ -33,8 +33,7 @@ def ranked(verdicts: dict[str, Verdict], row: Order | None, policy: Policy) -> t
     able = [b for b, v in verdicts.items() if v.status in usable and v.excluded is None]
 
     def place(backend: str) -> Place:
-        verdict = verdicts[backend]
-        return _place(backend, row, policy, certain=verdict.status == "eligible", slow=_is_slow(verdict))
+        return _place(backend, row, policy, verdicts[backend])
 
     return tuple(sorted(able, key=place))
 
@@ -44,18 +43,21 @@ def may_precede(backend: str, decision: Decision, row: Order | None) -> bool:
     if decision.selected is None:
         return True
     chosen, policy = decision.verdict(decision.selected), decision.policy
-    certain, slow = chosen.status == "eligible", _is_slow(chosen)
-    best = _place(backend, row, policy, certain=True, slow=False)
-    return best <= _place(chosen.backend, row, policy, certain=certain, slow=slow)
+    return _place(backend, row, policy, None) <= _place(chosen.backend, row, policy, chosen)
 
 
 def _is_slow(verdict: Verdict) -> bool:
     return any(f.kind == "slow" and f.outcome == "fail" for f in verdict.findings)
 
 
-def _place(backend: str, row: Order | None, policy: Policy, *, certain: bool, slow: bool) -> Place:
+def _place(backend: str, row: Order | None, policy: Policy, verdict: Verdict | None) -> Place:
+    """Return where a backend stands; without a verdict, where it would if no row spoke against it."""
     wishes = [*policy.prefer, *(policy.allow or ())]
     wished = wishes.index(backend) if backend in wishes else len(wishes)
     declared = row.order if row else []
     known = declared.index(backend) if backend in declared else len(declared)
-    return (wished, not certain, backend in SLOW_TIER, slow, known, backend)
+    uncertain = builds = slow = False
+    if verdict is not None:
+        uncertain, slow = verdict.status != "eligible", _is_slow(verdict)
+        builds = verdict.quadratic_bytes > 0
+    return (wished, uncertain, backend in SLOW_TIER, builds, slow, known, backend)

@@ -99,8 +99,10 @@ def _verdict(verdict: Verdict, decision: Decision, notes: list[str]) -> list[str
 
 
 def _notes(verdict: Verdict) -> list[str]:
-    """How a candidate would run: the options that its kernel gets, and what compiling it takes."""
-    notes = [f"kernel options {values} [{row}]" for row, values in _options(verdict).items()]
+    """How a candidate would run: what is built for it, the options of its kernel, what compiling it takes."""
+    built = f"builds {size(verdict.quadratic_bytes)} of mask, an entry for every query and key"
+    notes = [f"{built}, so it comes after backends that need none"] if verdict.quadratic_bytes else []
+    notes += [f"kernel options {values} [{row}]" for row, values in _options(verdict).items()]
     if verdict.compiled_seconds is not None:
         notes.append(f"compiled in {verdict.compiled_seconds:.2g} s, as each structure is at its first call")
     elif verdict.first_call_seconds is not None:

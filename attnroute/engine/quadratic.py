@@ -1,0 +1,37 @@
+"""When a mask that is built for a kernel makes the memory of a call quadratic in the length.
+
+A kernel without windows or documents can be handed a dense mask in their place. Its time is then that of full
+attention and its memory grows with seqlen_q * seqlen_kv, so such a route comes after every route that builds
+nothing of that size (`engine.rank`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from attnroute.call import Call
+from attnroute.facts import facts_of
+from attnroute.tables import conditions
+
+SMALL_MASK: Final = ("mask_elements", "<4194304")
+"""The condition under which a mask of padded rows is too small to count. Below 2048 queries and keys it takes
+less than 4 MiB, and the kernels that need none (flex, chunked) take the host longer: the declared order
+"predicate" begins there too, with its evidence."""
+
+
+def holds_quadratic(call: Call) -> bool:
+    """Return whether the call has a tensor with an entry for every query and key."""
+    return facts_of(call)["mask_has_query_dim"] is True
+
+
+def may_grow(call: Call) -> bool:
+    """Return whether a dense mask built for this call counts as quadratic.
+
+    It does not where the caller brought a tensor of that size, nor where it is small. In a ragged batch it
+    always does: the mask would hold every pair of tokens, most of which belong to different sequences.
+    """
+    facts = facts_of(call)
+    if facts["mask_has_query_dim"] is True:
+        return False
+    field, spec = SMALL_MASK
+    return call.layout == "thd" or conditions.evaluate(spec, facts[field], facts) != "true"
