@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from attnroute.fits import heads
 from attnroute.vocabulary import (
     Alignment,
     Distributed,
@@ -231,14 +232,9 @@ class Call(_Plain):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        if self.num_heads_kv == 0 and self.num_heads_q == 0:
-            return self
-        if self.num_heads_kv == 0 or self.num_heads_q % self.num_heads_kv:
-            msg = (
-                f"num_heads_q requires a multiple of num_heads_kv; got {self.num_heads_q} and "
-                f"{self.num_heads_kv}; repeat or drop key/value heads first."
-            )
-            raise ValueError(msg)
+        # No head at all is refused where the call is asked about, as `attention()` refuses it.
+        if self.num_heads_kv or self.num_heads_q:
+            heads(self.num_heads_q, self.num_heads_kv)
         return self
 
     def with_(self, **changes: Any) -> Call:

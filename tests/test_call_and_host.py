@@ -149,11 +149,9 @@ def test_a_value_that_means_nothing_is_refused(field, value):
 
 
 def test_heads_that_do_not_divide_are_refused_in_a_sentence():
-    with pytest.raises(
-        ValidationError, match=r"num_heads_q requires a multiple of num_heads_kv; got 32 and 5;"
-    ):
+    with pytest.raises(ValidationError, match=r"a number of heads that key's 5 heads divide; got 32;"):
         Call.model_validate({**SIZES, "num_heads_kv": 5})
-    with pytest.raises(ValidationError, match="got 32 and 0"):
+    with pytest.raises(ValidationError, match="key's 0 heads divide; got 32"):
         Call.model_validate({**SIZES, "num_heads_kv": 0})
     assert Call.model_validate({**SIZES, "num_heads_q": 0, "num_heads_kv": 0}).num_heads_q == 0
 
@@ -169,7 +167,7 @@ def test_with_returns_a_changed_copy_and_validates_it():
     )
     with pytest.raises(ValidationError, match="window_left"):
         call.with_(window_left=3)
-    with pytest.raises(ValidationError, match="num_heads_q requires"):
+    with pytest.raises(ValidationError, match="a number of heads that key's 7 heads divide"):
         call.with_(num_heads_kv=7)
 
 

@@ -108,7 +108,7 @@ def test_a_window_of_one_number_counts_the_diagonal() -> None:
         ("causal=lower", '"causal=lower" requires'),
         ("dropout=much", "words like softcap=30, sink, dropout=0.1"),
         ("dropout=1.5", "dropout_p: Input should be less than 1"),
-        ("hkv3", "num_heads_q requires a multiple of num_heads_kv"),
+        ("hkv3", "a number of heads that key's 3 heads divide; got 4"),
         ("dynamic=heads", "dynamic"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from attnroute import fits
 from attnroute.api.validate import check_alignment, check_number_of_dims, check_window
 from attnroute.errors import argument_error
 from attnroute.masks.checks import is_number
@@ -142,8 +143,4 @@ def _check_band(args: Arguments, *, is_cross: bool) -> None:
     if args.window is not None:
         check_window(args.window)
     if is_cross and args.causal_alignment is None and (args.is_causal or args.window is not None):
-        required = (
-            '"bottom_right" (as flash-attn) or "top_left" for is_causal and window beside a cu_seqlens_kv of '
-            "its own"
-        )
-        raise argument_error("causal_alignment", required, "None", "state which corner each diagonal ends in")
+        raise fits.corner_of_each()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnroute import fits
 from attnroute.biases import Bias
 from attnroute.errors import argument_error
 from attnroute.masks.nodes import Mask
@@ -122,16 +123,7 @@ def _check_shapes(args: Arguments) -> None:
         raise argument_error(
             "query and value", "a head_dim of at least 1", f"{query[3]} and {value[3]}", "check them"
         )
-    heads_q, heads_kv = query[heads_at], key[heads_at]
-    if heads_q == 0:
-        raise argument_error("query", "at least one head", heads_q, "check that layout is right")
-    if heads_kv == 0 or heads_q % heads_kv:
-        raise argument_error(
-            "query",
-            f"a number of heads that key's {heads_kv} heads divide",
-            heads_q,
-            "repeat key/value heads, or check that layout is right",
-        )
+    fits.heads(query[heads_at], key[heads_at])
 
 
 def _check_numbers(args: Arguments) -> None:
@@ -160,14 +152,8 @@ def _check_causal(args: Arguments, extent: Extent) -> None:
     if args.window is not None:
         check_window(args.window)
     uses_diagonal = args.is_causal or args.window is not None
-    if uses_diagonal and args.causal_alignment is None and extent.seqlen_q != extent.seqlen_kv:
-        raise argument_error(
-            "causal_alignment",
-            '"top_left" (as scaled_dot_product_attention) or "bottom_right" (cached decoding) when '
-            "seqlen_q != seqlen_kv",
-            f"None with seqlen_q = {extent.seqlen_q} and seqlen_kv = {extent.seqlen_kv}",
-            "state it",
-        )
+    if uses_diagonal and args.causal_alignment is None:
+        fits.corner(extent)
 
 
 def check_alignment(alignment: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from attnroute import fits
 from attnroute.call import Call
 from attnroute.engine import repairs, stock, what_if
 from attnroute.engine.decision import Decision, Exclusion, Verdict
@@ -40,8 +41,10 @@ def decide(
         The decision; `selected` is None when nothing may run.
 
     Raises:
+        ArgumentError: The parts of the call do not fit together, as `attention()` would say of its tensors.
         TableError: The tables are malformed or do not describe the host's architecture.
     """
+    fits.check(call)
     wishes = policy or Policy()
     tables = tables or load(wishes.tables)
     if wishes.transform is not None and call.context.transform is None:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from attnroute.call import Call, CausalNode, DenseNode
+from attnroute.call import Call, CausalNode, DenseNode, DocumentsNode, FunctionNode, MaskNode
 from attnroute.engine.decision import Decision, Hint
 from attnroute.engine.other_versions import ANY_VERSION, Judge, Range, installs, upgrades, with_versions
+from attnroute.facts import nested
 from attnroute.host import Host
 from attnroute.tables.versions import version_of
 
@@ -91,10 +92,28 @@ def _call_changes(call: Call) -> Iterator[tuple[Hint, Call]]:
             call.with_(deterministic=False),
         )
     padded = -(-call.seqlen_kv // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-    if padded != call.seqlen_kv and call.seqlen_q == call.seqlen_kv and not _has_tensor(call):
+    if padded != call.seqlen_kv and call.seqlen_q == call.seqlen_kv and not _is_of_one_length(call):
         hint = Hint(kind="pad_seqlen", change=f"seqlen = {padded}", selects="")
-        yield hint, call.with_(seqlen_q=padded, seqlen_kv=padded)
+        mask = tuple(_with_padding(n, padded - call.seqlen_kv) for n in call.mask)
+        yield hint, call.with_(seqlen_q=padded, seqlen_kv=padded, mask=mask)
 
 
-def _has_tensor(call: Call) -> bool:
-    return call.bias is not None or any(isinstance(n, DenseNode) for n in call.mask)
+def _is_of_one_length(call: Call) -> bool:
+    """Whether something belongs to the length as it is: a tensor, blocks, documents in a combination."""
+    inside = [n for node in call.mask for n in nested((node,)) if n is not node]
+    return (
+        call.bias is not None
+        or any(isinstance(n, DocumentsNode) for n in inside)
+        or any(isinstance(n, DenseNode) or _has_blocks(n) for n in (*call.mask, *inside))
+    )
+
+
+def _has_blocks(node: MaskNode) -> bool:
+    return isinstance(node, FunctionNode) and node.block_mask_shape is not None
+
+
+def _with_padding(node: MaskNode, tokens: int) -> MaskNode:
+    """Give padding a document of its own."""
+    if not isinstance(node, DocumentsNode) or node.lengths is None:
+        return node
+    return node.model_copy(update={"lengths": (*node.lengths, tokens)})

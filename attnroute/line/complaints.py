@@ -21,6 +21,8 @@ def reading(text: str) -> Iterator[None]:
         raise
     except ValidationError as error:
         first = error.errors()[0]
+        if isinstance(cause := first.get("ctx", {}).get("error"), ArgumentError):
+            raise cause from error
         where = ".".join(map(str, first["loc"])) or "the call"
         what = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
         raise ArgumentError(f'"{text}" requires a valid value; {where}: {what}.') from error

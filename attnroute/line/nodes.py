@@ -60,20 +60,29 @@ def read_node(word: str) -> MaskNode:
     return _SIMPLE[name](name, value, options)
 
 
-def write_node(node: MaskNode) -> str:
-    """Say a mask node as one word; `read_node` gives the equal node back."""
+def write_node(node: MaskNode, *, says_corner: bool = False) -> str:
+    """Say a mask node as one word; `read_node` gives the equal node back.
+
+    Args:
+        node: The node.
+        says_corner: Both corners differ, so a causal or window word says its own.
+    """
     if isinstance(node, AnyNode):
         return f"{ANY}({'|'.join(map(_write_part, node.parts))})"
     if isinstance(node, NotNode):
         return f"{NOT}({_write_part(node.part)})"
     if isinstance(node, CausalNode):
-        return "causal" + ("=bottom_right" if node.alignment == "bottom_right" else "")
+        return "=".join(["causal", *_corner(node, says_corner=says_corner)])
     if isinstance(node, WindowNode):
         sides = [OPEN if side is None else str(side) for side in (node.left, node.right)]
-        return f"window={','.join(sides)}" + (",bottom_right" if node.alignment == "bottom_right" else "")
+        return f"window={','.join([*sides, *_corner(node, says_corner=says_corner)])}"
     if isinstance(node, DenseNode):
         return f"dense={write_shape(node.shape)}{write_options(node, TENSOR)}{_write_recognized(node)}"
     return _write_counted(node)
+
+
+def _corner(node: CausalNode | WindowNode, *, says_corner: bool) -> list[str]:
+    return [node.alignment] if says_corner or node.alignment != "top_left" else []
 
 
 def _write_counted(node: DocumentsNode | KeyPaddingNode | PrefixNode | FunctionNode) -> str:

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from attnroute.call import Call, DenseBias, MaskNode
+from attnroute.call import Call, CausalNode, DenseBias, MaskNode, WindowNode
 from attnroute.errors import ArgumentError, did_you_mean
+from attnroute.fits import corner, corner_of_each
 from attnroute.line.complaints import reading
 from attnroute.line.nodes import NODES, read_node, read_shape, read_tensor_options
-from attnroute.line.words import CONTEXT, FLAGS, NUMBERS, SIZES, STRIDES, name_of
+from attnroute.line.words import CONTEXT, FLAGS, NUMBERS, SIZES, STRIDES, is_ragged, name_of
 from attnroute.vocabulary import DTYPE_SHORT
 
 _SIZE: Final = re.compile(r"(b|hq|hkv|sq|skv)(\d+)", re.ASCII)
@@ -46,7 +47,19 @@ def parse(line: str) -> Call:
     fields.setdefault("num_heads_kv", fields["num_heads_q"])
     fields.setdefault("seqlen_kv", fields["seqlen_q"])
     with reading(line):
-        return Call.model_validate({**fields, **parts, "mask": tuple(mask)})
+        call = Call.model_validate({**fields, **parts, "mask": tuple(mask)})
+    _check_corners(call)
+    return call
+
+
+def _check_corners(call: Call) -> None:
+    """A word without its corner is `is_causal` or `window` without `causal_alignment`."""
+    bands = [node for node in call.mask if isinstance(node, CausalNode | WindowNode)]
+    if all("alignment" in node.model_fields_set for node in bands):
+        return
+    if is_ragged(call):
+        raise corner_of_each()
+    corner(call)
 
 
 def _put(parts: dict[str, dict[str, Any]], word: str) -> None:

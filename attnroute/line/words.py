@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from attnroute.call import AlibiBias, FunctionBias
+from attnroute.call import AlibiBias, Call, DocumentsNode, FunctionBias
 from attnroute.vocabulary import DTYPE_SHORT
 
 WORDS: Final[dict[str, str]] = {
@@ -14,7 +14,9 @@ WORDS: Final[dict[str, str]] = {
     "b2 hq32 hkv8 sq4096 skv4096": "batch, heads and lengths; hkv is hq and skv is sq where left out",
     "d128 or d192/128": "head_dim_qk and, where it differs, head_dim_v",
     "bshd or thd": "layout; bhsd where left out",
-    "causal or causal=bottom_right": "causal mask, and where its diagonal ends",
+    "causal or causal=bottom_right": (
+        "causal mask, and where its diagonal ends: top_left or bottom_right, to be said where sq is not skv"
+    ),
     "window=4095,0 or window=open,0,bottom_right": "keys beside the diagonal; window=4096 is window=4095,0",
     "documents or documents=1000,3096": "packed documents; then :scattered (tokens lie anywhere) :cross",
     "keys=100,37 or keys-left=100,37 or keys-any": "keys per batch row; padding right, left or anywhere",
@@ -90,6 +92,11 @@ FUNCTION: Final[dict[str, tuple[str, object]]] = {
 SIDES: Final = {"keys": "right", "keys-left": "left", "keys-any": "any"}
 OPEN, EMPTY, SCALAR, FULL = "open", "empty", "scalar", "full"
 ANY, NOT = "any", "not"
+
+
+def is_ragged(call: Call) -> bool:
+    """Return whether each document has a diagonal of its own, that of queries and keys of other lengths."""
+    return any(isinstance(node, DocumentsNode) and node.cross for node in call.mask)
 
 
 def name_of(word: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnroute.call import Call, DenseBias
 from attnroute.line.nodes import write_node, write_options, write_shape
-from attnroute.line.words import CONTEXT, FLAGS, NUMBERS, SIZES, STRIDES, TENSOR, word_of
+from attnroute.line.words import CONTEXT, FLAGS, NUMBERS, SIZES, STRIDES, TENSOR, is_ragged, word_of
 
 
 def render(call: Call) -> str:
@@ -14,7 +14,8 @@ def render(call: Call) -> str:
     words.append(f"d{call.head_dim_qk}")
     words[-1] += f"/{call.head_dim_v}" if call.head_dim_v != call.head_dim_qk else ""
     words += [call.layout] if call.layout != "bhsd" else []
-    words += [write_node(node) for node in call.mask]
+    has_corners = call.seqlen_q != call.seqlen_kv or is_ragged(call)
+    words += [write_node(node, says_corner=has_corners) for node in call.mask]
     words += [_bias(call.bias)] if isinstance(call.bias, DenseBias) else []
     words += [f"scale={call.scale}"] if call.scale != "positive" else []
     words += [f"{w}={_number(v)}" for w, f in NUMBERS.items() if (v := getattr(call, f))]

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from attnroute import fits
 from attnroute.errors import argument_error
 
 if TYPE_CHECKING:
@@ -90,15 +91,8 @@ def documents(
     lengths: tuple[int, ...] | None, per_token: Mapping[str, Tensor | None], extent: Extent
 ) -> None:
     """As many queries as keys, and lengths, or values per token, that fill them."""
+    fits.documents(lengths, extent)
     seqlen = extent.seqlen_kv
-    if extent.seqlen_q != seqlen:
-        got = f"seqlen_q = {extent.seqlen_q}, seqlen_kv = {seqlen}"
-        to_do = "pass a dense bool mask for cached decoding of packed documents"
-        raise argument_error("mask Documents", "as many queries as keys", got, to_do)
-    if lengths is not None and sum(lengths) != seqlen:
-        got = f"{lengths} with sum {sum(lengths)}"
-        to_do = "add the missing tokens as a document of their own"
-        raise argument_error("mask Documents lengths", f"a sum of seqlen = {seqlen}", got, to_do)
     for name, tensor in per_token.items():
         if tensor is not None and tuple(tensor.shape) not in ((seqlen,), (1, seqlen), (extent.batch, seqlen)):
             required = f"shape ({seqlen},) or ({extent.batch}, {seqlen})"
@@ -125,12 +119,10 @@ def key_padding(
 ) -> None:
     """One entry per batch row, and a count no larger than seqlen_kv."""
     for name, value in given.items():
-        if value is not None and len(value) != extent.batch:
-            required = f"one entry per batch row ({extent.batch})"
-            raise argument_error(f"mask {node} {name}", required, len(value), "pass one count per row")
-        if isinstance(value, tuple) and any(n > extent.seqlen_kv for n in value):
-            required = f"counts from 0 to seqlen_kv = {extent.seqlen_kv}"
-            raise argument_error(f"mask {node} {name}", required, value, "count keys, not queries")
+        if isinstance(value, tuple):
+            fits.counts(f"{node} {name}", value, extent)
+        elif value is not None:
+            fits.entries(f"{node} {name}", len(value), extent)
     full = (extent.batch, extent.seqlen_kv)
     if keep is not None and tuple(keep.shape) != full:
         to_do = "pass one bool per key and batch row"
@@ -159,11 +151,8 @@ def block_lengths(mask: Any) -> tuple[int, int]:
 
 def block_mask(mask: Any, extent: Extent) -> None:
     """Lengths, batch and heads of a BlockMask must be those of the call, batch and heads of 1 aside."""
-    lengths = block_lengths(mask)
+    fits.blocks(block_lengths(mask), extent)
     full = (extent.batch, extent.num_heads_q)
-    if lengths != (extent.seqlen_q, extent.seqlen_kv):
-        required = f"a BlockMask made for seqlen_q = {extent.seqlen_q}, seqlen_kv = {extent.seqlen_kv}"
-        raise argument_error("mask", required, lengths, "make one with create_block_mask for these lengths")
     if any(n not in (1, m) for n, m in zip(mask.shape[:2], full, strict=True)):
         required = f"a BlockMask for 1 or {full[0]} batch rows and 1 or {full[1]} heads"
         raise argument_error("mask", required, tuple(mask.shape[:2]), "make one for this batch and heads")

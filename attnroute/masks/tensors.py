@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attnroute.errors import argument_error
+from attnroute import fits
 from attnroute.masks import checks
 from attnroute.masks.region import allowed, whole
 from attnroute.masks.tracing import address, is_traced, is_tracing
@@ -118,19 +118,7 @@ def check_dense(name: str, tensor: Tensor, extent: Extent) -> None:
         ArgumentError: It is 3-D (batch or heads first?), has more than four dimensions, or does not
             broadcast.
     """
-    full = (extent.batch, extent.num_heads_q, extent.seqlen_q, extent.seqlen_kv)
-    shape = tuple(tensor.shape)
-    required = f"a shape that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv) = {full}"
-    if tensor.dim() == _DIMS - 1:
-        to_do = f"say whether the first dimension is batch ({name}[:, None]) or heads ({name}[None])"
-        raise argument_error(name, required + ", with 1, 2 or 4 dimensions", f"3-D shape {shape}", to_do)
-    fits = tensor.dim() <= _DIMS and all(
-        n in (1, m) for n, m in zip(reversed(shape), reversed(full), strict=False)
-    )
-    if not fits:
-        other = ", or pass masks.KeyPadding(keep=...) for one bool per key and batch row"
-        to_do = "reshape it" + (other if tensor.dtype == torch.bool else "")
-        raise argument_error(name, required, shape, to_do)
+    fits.broadcast(name, tuple(tensor.shape), extent, is_mask=tensor.dtype == torch.bool)
 
 
 def document_ids(node: Documents, extent: Extent) -> Tensor:

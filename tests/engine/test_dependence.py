@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from open_lengths import graph_of, graphs_for
 from strategies import calls, hosts
 
+from attnroute import fits
 from attnroute.engine.decide import decide
 from attnroute.engine.dependence import OPEN, questions_of
 from attnroute.host import Host
@@ -94,6 +95,7 @@ def test_the_same_holds_for_any_call(call, machine, batch, length, longer):
     tables = load()
     try:
         other = call.with_(batch=batch, seqlen_q=length, seqlen_kv=length * (1 + longer))
+        fits.check(other)
     except ValueError:
         return
     assume(masked_alike(call, other))
