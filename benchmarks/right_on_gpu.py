@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -152,7 +153,7 @@ def follow(backend: str, number: int, options: argparse.Namespace, results: Resu
                 worker.wait()
                 return
         code = worker.wait()
-        text = Path(options.out, f".{backend}-{number}.err").read_text(encoding="utf-8", errors="replace")
+        text = Path(options.errors, f"{backend}-{number}").read_text(encoding="utf-8", errors="replace")
         if at["case"]:
             status = "hung" if at.get("hung") else "crashed"
             results.take(backend, {"done": at["case"], "status": status, "text": f"rc {code}: {text[-400:]}"})
@@ -179,7 +180,7 @@ def _started(
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    with Path(options.out, f".{backend}-{number}.err").open("w") as errors:
+    with Path(options.errors, f"{backend}-{number}").open("w") as errors:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
 
 
@@ -209,12 +210,11 @@ def run_all(options: argparse.Namespace) -> None:
         for backend, count in named.items()
         for number in range(count)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for errors in Path(options.out).glob(".*.err"):
-        errors.unlink()
+    with tempfile.TemporaryDirectory() as options.errors:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     told = {"seed": options.seed, "seconds": options.seconds}
     results.close(told if options.device == "cpu" else {"environment": environment(), **told})
 

@@ -218,7 +218,9 @@ def eligible(case: Case, device: str) -> tuple[str, str]:
         return "", f"refused argument: {str(error)[:120]}"
     if decision.selected is not None:
         return decision.selected, ""
-    verdict = decision.verdict(case.backend)
+    if backend is None:
+        return "", "nothing"
+    verdict = decision.verdict(backend)
     failed = [f.rule for f in verdict.findings if f.outcome in ("fail", "unknown") and f.repaired_by is None]
     return "", str(failed[0] if failed else verdict.status)
 
