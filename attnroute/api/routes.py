@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -27,7 +28,7 @@ from attnroute.masks.look import look_into
 from attnroute.masks.lowered import FULL, LoweredMask
 from attnroute.masks.nodes import Extent
 from attnroute.masks.ragged import Ragged
-from attnroute.masks.tensors import remember
+from attnroute.masks.tensors import keeper_of
 from attnroute.masks.tracing import is_exporting, is_tracing
 from attnroute.probes import imports, packages
 from attnroute.probes.torch_host import host_of
@@ -319,19 +320,20 @@ def _simplified(lowered: LoweredMask, extent: Extent) -> LoweredMask:
 
 def _lower(inputs: Inputs, route: Route, args: Arguments) -> None:
     extent = extent_of(args)
-    owner = inputs.mask_owner = _owner(args)
+    # Before anything makes views of a tensor: then it is plain that the memory is its own.
+    keeper = inputs.keeper = keeper_of(_owner(args))
 
     def make() -> LoweredMask:
         return _lowered(_parts(mask_of(args), route.seen, extent), extent)
 
     # Tensors that are made inside a transform belong to it.
-    if owner is None or not route.keeps or args.transform is not None or args.traced:
+    if keeper is None or not route.keeps or args.transform is not None or args.traced:
         inputs.mask = make()
         return
     band: object = (args.is_causal, args.window, args.causal_alignment)
     if isinstance(args.mask, Ragged):
         band = (args.mask.left, args.mask.right, args.mask.max_seqlen)
-    inputs.mask = remember(owner, ("lowered", extent, band, route.seen), make)
+    inputs.mask = keeper.keep(("lowered", extent, band, route.seen), make)
 
 
 def _owner(args: Arguments) -> object:
@@ -341,4 +343,6 @@ def _owner(args: Arguments) -> object:
     """
     if args.layout == "thd":
         return args.cu_seqlens_q if len(cast("Mask", args.mask).tensors) == 1 else None
+    if isinstance(args.mask, Tensor) and args.mask.dtype != torch.bool:
+        return None
     return args.mask

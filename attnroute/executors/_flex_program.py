@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from attnroute.masks.blocks import BLOCK, Guess, guess
 from attnroute.masks.mods import Names, entry, expression, scalar
 from attnroute.masks.nodes import Extent
-from attnroute.masks.tensors import as_4d, remember
+from attnroute.masks.tensors import as_4d
 from attnroute.masks.tracing import is_tracing
 
 if TYPE_CHECKING:
@@ -84,12 +84,12 @@ def blocked(inputs: Inputs, size: tuple[int, int] | None = None) -> Blocked:
     size = size or BLOCK
     if mask.is_band_only and not is_tracing():
         return _of_band(mask, extent, size)
-    owner, band = inputs.mask_owner, (mask.band_lo, mask.band_hi)
+    keeper, band = inputs.keeper, (mask.band_lo, mask.band_hi)
     # The expression names the mask's own tensors, which what is kept with them may not hold.
     blocks = (
         _listed_blocks(mask, extent, size)
-        if owner is None
-        else remember(owner, ("blocks", extent, band, size), lambda: _listed_blocks(mask, extent, size))
+        if keeper is None
+        else keeper.keep(("blocks", extent, band, size), lambda: _listed_blocks(mask, extent, size))
     )
     return Blocked(_expressed(mask, extent), blocks, size)
 

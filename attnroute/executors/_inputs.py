@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attnroute.masks.lowered import FULL, LoweredMask
+from attnroute.masks.tensors import Keeper
 from attnroute.vocabulary import Repair
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -23,7 +24,7 @@ class Inputs:
         key: (batch, num_heads_kv, seqlen_kv, head_dim_qk).
         value: (batch, num_heads_kv, seqlen_kv, head_dim_v).
         mask: Who may attend.
-        mask_owner: The object whose lifetime bounds what is prepared from the mask; None = do not keep.
+        keeper: Keeps what is prepared from the mask for as long as it lives; None = keep nothing.
         bias: Float tensor added to the scores.
         attn: The mask and bias in the form an operator takes, made by the repairs.
         scale: Factor on QK^T; None = head_dim_qk ** -0.5 of the unpadded head.
@@ -38,7 +39,7 @@ class Inputs:
     key: Tensor
     value: Tensor
     mask: LoweredMask = FULL
-    mask_owner: object = None
+    keeper: Keeper | None = None
     bias: Tensor | None = None
     attn: Tensor | None = None
     scale: float | None = None

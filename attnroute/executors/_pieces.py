@@ -78,7 +78,7 @@ def _piece(inputs: Inputs, cut: Cut, first_kv: int, number_kv: int) -> Inputs:
         key=inputs.key.narrow(axis, first_kv, number_kv),
         value=inputs.value.narrow(axis, first_kv, number_kv),
         mask=cut_mask(inputs.mask, cut, inputs.query.device),
-        mask_owner=None,
+        keeper=None,
         bias=cut.of(inputs.bias),
         sink=cut.of_heads(inputs.sink),
         alibi_slopes=cut.of_heads(inputs.alibi_slopes),

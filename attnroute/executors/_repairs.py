@@ -18,7 +18,7 @@ from attnroute.executors._pieces import BATCH, HEADS, pieces
 from attnroute.executors._sink import run_with_sink
 from attnroute.masks.lowered import LoweredMask
 from attnroute.masks.nodes import Extent
-from attnroute.masks.tensors import additive, build, remember
+from attnroute.masks.tensors import additive, build
 from attnroute.masks.tracing import address, is_tracing
 from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE
 
@@ -96,12 +96,12 @@ def _dense(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
     size = extent.seqlen_q * extent.seqlen_kv * query.element_size()
     if inputs.bias is None and inputs.mask.is_band_only and size <= BAND_LIMIT_BYTES and not is_tracing():
         return _band(inputs.mask, extent, query.dtype if as_bias else torch.bool)
-    if inputs.bias is not None or inputs.mask_owner is None:
+    if inputs.bias is not None or inputs.keeper is None:
         return make()
     if size * (inputs.mask.dense.shape[0] if inputs.mask.dense is not None else 1) > PREPARED_LIMIT_BYTES:
         return make()
     band = (inputs.mask.band_lo, inputs.mask.band_hi)
-    return remember(inputs.mask_owner, ("dense", as_bias, query.dtype, extent, band), make)
+    return inputs.keeper.keep(("dense", as_bias, query.dtype, extent, band), make)
 
 
 @lru_cache(maxsize=BANDS_KEPT)

@@ -9,6 +9,8 @@ from typing import Final
 
 from attnroute.masks.checks import is_tensor
 
+KEEPER: Final = "_keeper"
+"""The attribute of mask objects that holds what was prepared from them, which is no part of what they are."""
 SHOWN: Final = 8
 """Numbers of a tuple that are printed; a thousand document lengths would bury the rest of a line."""
 

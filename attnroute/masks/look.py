@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnroute.call import DenseNode, RecognizedNode
 from attnroute.masks.recognize import Rows, recognize
-from attnroute.masks.tensors import as_4d, is_aligned, is_wrapped, may_remember, remember
+from attnroute.masks.tensors import as_4d, is_aligned, is_wrapped, keeper_of, may_remember, remember
 from attnroute.masks.tracing import example
 
 if TYPE_CHECKING:
@@ -99,7 +99,10 @@ def _shared(tensor: Tensor, extent: Extent) -> Seen:
     base = tensor._base  # noqa: SLF001 - torch has no public name for what a view is a view of
     if base is None:
         return _look(tensor, extent)
-    looks: dict[Any, Seen] = remember(base, "looks", dict)
+    keeper = keeper_of(base, views=1)
+    if keeper is None:
+        return _look(tensor, extent)
+    looks: dict[Any, Seen] = keeper.keep("looks", dict)
     place = (tensor.storage_offset(), tensor.shape, tensor.stride(), extent.batch, extent.seqlen_q)
     if place not in looks:
         if len(looks) >= LOOKS_KEPT:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, Union
 
 from attnroute.call import AnyNode, MaskNode, NotNode
 from attnroute.errors import argument_error
-from attnroute.masks.identity import identity, said
+from attnroute.masks.identity import KEEPER, identity, said
 from attnroute.masks.lowered import FULL, LoweredMask
 from attnroute.masks.meet import NOBODY, meet
 from attnroute.masks.normalize import Sizes, alive, conjunction
@@ -134,7 +134,7 @@ class Mask(ABC):
 
 
 def _fields(mask: Mask) -> object:
-    return tuple((name, identity(value)) for name, value in vars(mask).items())
+    return tuple((name, identity(value)) for name, value in vars(mask).items() if name != KEEPER)
 
 
 class _Combined(Mask):

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from attnroute.errors import argument_error
 from attnroute.masks.checks import is_readable
-from attnroute.masks.tensors import may_remember, remember
+from attnroute.masks.tensors import remember, remember_pair
 
 if TYPE_CHECKING:
     from attnroute.masks.lowered import PaddingSide
@@ -101,10 +100,6 @@ def clamped(sums: Tensor, total: int) -> Tensor:
     return covering.to(torch.int32)
 
 
-class _Pair:
-    """What is remembered about the sequences of queries and of keys together hangs on this."""
-
-
 def diagonal(queries: Tokens, keys: Tokens, alignment: Alignment) -> Tensor:
     """Return the key on each query's diagonal, int32 (total_q,), made once per pair of sums.
 
@@ -117,10 +112,7 @@ def diagonal(queries: Tokens, keys: Tokens, alignment: Alignment) -> Tensor:
         places = torch.arange(queries.ids.shape[1], dtype=torch.int32, device=shift.device)
         return places + shift.index_select(0, queries.ids[0])
 
-    if not (may_remember(queries.sums) and may_remember(keys.sums)):
-        return make()
-    pairs = remember(queries.sums, ("pairs",), WeakIdKeyDictionary)
-    return remember(pairs.setdefault(keys.sums, _Pair()), ("diagonal", alignment), make)
+    return remember_pair(queries.sums, keys.sums, ("diagonal", alignment), make)
 
 
 def key_counts(node: KeyPadding, extent: Extent) -> Tensor | None:

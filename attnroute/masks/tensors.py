@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +13,11 @@ from torch.autograd import forward_ad
 
 from attnroute import fits
 from attnroute.masks import checks
+from attnroute.masks.identity import KEEPER
+from attnroute.masks.marks import Mark, places_of
 from attnroute.masks.region import allowed, whole
 from attnroute.masks.tracing import address, is_traced, is_tracing
+from attnroute.memory import Memory
 
 if TYPE_CHECKING:
     from attnroute.masks.bands import PrefixLM
@@ -108,7 +109,7 @@ def is_aligned(tensor: Tensor) -> bool:
 
 def as_4d(tensor: Tensor) -> Tensor:
     """Return a 0-, 1-, 2- or 4-D tensor with leading dimensions of size 1 added up to four."""
-    return tensor[(None,) * (_DIMS - tensor.dim())]
+    return tensor if tensor.dim() == _DIMS else tensor[(None,) * (_DIMS - tensor.dim())]
 
 
 def check_dense(name: str, tensor: Tensor, extent: Extent) -> None:
@@ -209,22 +210,65 @@ def tensor_key(tensor: Tensor) -> tuple[object, ...]:
     return (tensor.dtype, tuple(tensor.shape), memory, tensor.requires_grad)
 
 
-@dataclass(slots=True)
-class _Memory:
-    reference: weakref.ref[object]
-    versions: tuple[tuple[weakref.ref[Tensor], int], ...]
-    made: dict[object, object] = field(default_factory=dict)
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+KEPT: Final = 64
+"""Things that are kept with one tensor or mask object, whatever lengths it is read at."""
+
+
+class Keeper:
+    """Keeps what was made for one tensor or mask object, and of which tensors."""
+
+    __slots__ = ("_made", "_marks")
+
+    def __init__(self, marks: tuple[Mark, ...]) -> None:
+        """Keep nothing yet.
+
+        Args:
+            marks: Of the tensors.
+        """
+        self._marks = marks
+        self._made: Memory[Hashable, Any] = Memory(KEPT, registered=False)
 
     def fits(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Return whether these are the tensors that it was made from, unchanged."""
-        return len(tensors) == len(self.versions) and all(
-            reference() is t and version == t._version
-            for t, (reference, version) in zip(tensors, self.versions, strict=True)
+        """Return whether these are the tensors that it keeps something of, unchanged."""
+        return len(tensors) == len(self._marks) and all(
+            mark.fits(t) for t, mark in zip(tensors, self._marks, strict=True)
         )
 
+    def keep(self, what: Hashable, make: Callable[[], _T]) -> _T:
+        """Return what was made before, or make it."""
+        made: _T = self._made.keep(what, lambda: _lasting(make))
+        return made
 
-peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
-_MEMORY: dict[int, _Memory] = {}
+    def things(self) -> list[Any]:
+        """Return everything that is kept."""
+        return self._made.values()
+
+    def beside(self, other: Tensor) -> Keeper:
+        """Return what keeps things that are made of another tensor too, as long as both live."""
+        place = ("beside", id(other))
+        pair: Keeper | None = self._made.get(place)
+        if pair is None or not pair.fits((other,)):
+            made = self._made
+
+            def ended(_: Hashable) -> None:
+                made.drop(lambda thing: thing is pair)
+
+            pair = Keeper((Mark(other, ended=ended),))
+            made.put(place, pair)
+        return pair
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """A copy of an object, and a process that it is sent to, make everything anew."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+_OF_TENSORS: dict[Hashable, Keeper] = {}
+"""By the place of their marks; each goes with its tensor."""
 
 
 def may_remember(owner: object) -> bool:
@@ -240,28 +284,55 @@ def may_remember(owner: object) -> bool:
     return all(not t.requires_grad and not t.is_inference() for t in tensors)
 
 
-def remember(owner: object, what: object, make: Callable[[], _T]) -> _T:
+def remember(owner: object, what: Hashable, make: Callable[[], _T]) -> _T:
     """Return what was made for an owner before, or make it; it goes with the owner or when that changes.
 
-    The owner is a tensor or a mask object; an object changes when a tensor in it does. What is kept may not
-    hold the owner, nor a view of it: it would keep it alive for ever.
+    The owner is a tensor or a mask object; an object changes when a tensor in it does. What is kept with a
+    tensor may not hold it, nor a view of it: it would keep it alive for ever.
     """
-    if not may_remember(owner):
-        return make()
-    tensors = _tensors(owner)
-    memory = _MEMORY.get(id(owner))
-    if memory is None or memory.reference() is not owner or not memory.fits(tensors):
-        place = id(owner)
-        reference = weakref.ref(owner, partial(_forget, _MEMORY, place))
-        versions = tuple((weakref.ref(t), t._version) for t in tensors)
-        memory = _MEMORY[place] = _Memory(reference, versions)
-    if what not in memory.made:
-        memory.made[what] = _lasting(make)
-    return memory.made[what]  # type: ignore[return-value]
+    keeper = keeper_of(owner)
+    return make() if keeper is None else keeper.keep(what, make)
 
 
-def _forget(memory: dict[int, _Memory], place: int, _: object) -> None:
-    """Drop what goes with an owner; when the interpreter ends, no name of this module may be needed."""
+def remember_pair(owner: Tensor, other: Tensor, what: Hashable, make: Callable[[], _T]) -> _T:
+    """Return what was made for two tensors before, or make it; it goes with either."""
+    keeper = keeper_of(owner) if may_remember(other) else None
+    return make() if keeper is None else keeper.beside(other).keep(what, make)
+
+
+def keeper_of(owner: object, *, views: int = 0) -> Keeper | None:
+    """Return what keeps things for an owner as it is now, None where nothing may be kept.
+
+    Args:
+        owner: A tensor or a mask object; None = nobody.
+        views: How many views of the tensor its caller holds.
+    """
+    if owner is None or not may_remember(owner):
+        return None
+    return _of_tensor(owner, views) if isinstance(owner, Tensor) else _of_object(owner)
+
+
+def _of_tensor(tensor: Tensor, views: int) -> Keeper:
+    for place in places_of(tensor):
+        keeper = _OF_TENSORS.get(place)
+        if keeper is not None and keeper.fits((tensor,)):
+            return keeper
+    mark = Mark(tensor, views=views, ended=partial(_forget, _OF_TENSORS))
+    keeper = _OF_TENSORS[mark.place] = Keeper((mark,))
+    return keeper
+
+
+def _of_object(owner: object) -> Keeper:
+    """Objects hold it themselves: what a mask is lowered to may hold functions of a model that owns it."""
+    tensors, held = _tensors(owner), vars(owner)
+    keeper: Keeper | None = held.get(KEEPER)
+    if keeper is None or not keeper.fits(tensors):
+        keeper = held[KEEPER] = Keeper(tuple(map(Mark, tensors)))
+    return keeper
+
+
+def _forget(memory: dict[Hashable, Keeper], place: Hashable) -> None:
+    """Drop what goes with a tensor; when the interpreter ends, no name of this module may be needed."""
     memory.pop(place, None)
 
 

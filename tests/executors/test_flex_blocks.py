@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from attnroute import masks
 from attnroute.executors import flex_fa4
 from attnroute.executors._flex_program import blocked
+from attnroute.masks.tensors import keeper_of
 
 __all__ = ["graphs"]
 
@@ -127,7 +128,7 @@ def test_sizes_do_not_share_lists_or_code(graphs):
     """A mask object keeps its lists: those of one size are not handed to a kernel of another."""
     mask = masks.Documents(ids=IDS)
     inputs = inputs_of(mask, LENGTH)
-    inputs.mask_owner = mask
+    inputs.keeper = keeper_of(mask)
     for size in (*SIZES, *SIZES):
         flex_fa4.run(inputs, sized(size))
         hold_lists(blocked(inputs, size).blocks, size, allowed_of(mask, inputs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -89,15 +90,19 @@ def test_a_large_mask_is_not_kept(builds, monkeypatch):
 
 
 def test_what_was_prepared_goes_with_its_mask():
-    before = set(mask_tensors._MEMORY)
+    before, seen = set(mask_tensors._OF_TENSORS), []
     mask = masks.KeyPadding(lengths=[6, 2])
     dense = torch.rand(6, 6) < 0.7
-    attnroute.attention(*normal(), mask)
-    attnroute.attention(*normal(), dense)
-    assert {id(mask), id(dense)} <= set(mask_tensors._MEMORY)
-    del mask, dense
+    for given in (mask, dense):
+        attnroute.attention(*normal(), given)
+        keeper = mask_tensors.keeper_of(given)
+        seen += [weakref.ref(made) for made in keeper.things() if isinstance(made, torch.Tensor)]
+    assert len(seen) >= 2
+    assert set(mask_tensors._OF_TENSORS) > before
+    del mask, dense, given, keeper
     gc.collect()
-    assert set(mask_tensors._MEMORY) <= before
+    assert set(mask_tensors._OF_TENSORS) <= before
+    assert [alive for alive in seen if alive() is not None] == []
 
 
 @pytest.mark.parametrize("batch", [1, 3])

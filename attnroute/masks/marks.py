@@ -1,0 +1,95 @@
+"""What tells that a tensor is still the one that something was made from, and that nothing wrote into it.
+
+A weak reference on a tensor would tell that it lives, but `torch.utils.swap_tensors` refuses tensors that
+have one. So the reference goes to the storage behind the tensor, as long as that is its own: nothing but the
+tensor, and what it is a view of, has this memory at that time. A tensor that comes later with the same
+storage, place and version is then this one, or a view of the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from torch import UntypedStorage
+
+_users = getattr(torch._C, "_storage_Use_Count", None)
+"""Return how many tensors and Python objects have a storage; None where torch has no such question."""
+
+
+class Mark:
+    """A tensor at one moment.
+
+    Attributes:
+        place: Under what something about such a tensor is kept; another tensor may have the same.
+    """
+
+    __slots__ = ("_alive", "_state", "place")
+
+    def __init__(
+        self, tensor: Tensor, *, views: int = 0, ended: Callable[[Hashable], object] | None = None
+    ) -> None:
+        """Mark a tensor.
+
+        Args:
+            tensor: It may be kept alive by nothing here.
+            views: How many views of it the caller holds.
+            ended: Called with the place once the memory of the tensor is freed.
+        """
+        base = tensor._base
+        storage = _own_storage(tensor, base, views)
+        self._state = _state(tensor, base)
+        self.place: Hashable = id(tensor) if storage is None else (storage._cdata, base is None)
+        # When the interpreter ends, no name of this module may be needed.
+        told = None if ended is None else lambda _, ended=ended, place=self.place: ended(place)
+        self._alive: weakref.ref[Any] = weakref.ref(tensor if storage is None else storage, told)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Return whether this is that tensor, or a view of the same, and nothing wrote into it since."""
+        alive = self._alive()
+        if alive is None:
+            return False
+        if not isinstance(alive, Tensor):
+            return alive is tensor.untyped_storage() and self._state == _state(tensor, tensor._base)
+        return alive is tensor and self._state == _state(tensor, tensor._base)
+
+
+def places_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    """Return the places that marks of a tensor may have."""
+    if not _is_plain(tensor):
+        return (id(tensor),)
+    return (tensor.untyped_storage()._cdata, tensor._base is None), id(tensor)
+
+
+def _state(tensor: Tensor, base: Tensor | None) -> tuple[object, ...]:
+    """Return what changes when a tensor is written to or gets other memory, as by `tensor.data = other`."""
+    whole = tensor if base is None else base
+    if not _is_plain(tensor):
+        return id(whole), tensor._version
+    return id(whole), tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _own_storage(tensor: Tensor, base: Tensor | None, views: int) -> UntypedStorage | None:
+    """Return the storage of a tensor that shares it with nobody but its base.
+
+    What else has it might write without this tensor's version telling: what `tensor.data` gives has a version
+    of its own.
+    """
+    if _users is None or not _is_plain(tensor):
+        return None
+    storage = tensor.untyped_storage()
+    # One more is the Python object that stands for the storage.
+    known = views + (2 if base is None else 3)
+    return storage if _users(storage._cdata) <= known else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has a storage; subclasses may hold anything."""
+    kind = type(tensor)
+    return (kind is Tensor or kind is Parameter) and tensor.layout is torch.strided and not tensor.is_meta
