@@ -27,8 +27,9 @@ from attnroute.call import (
     WindowNode,
 )
 from attnroute.facts.empty import empty_rows_of
-from attnroute.facts.heads import store_fits, tile_mod_32
+from attnroute.facts.heads import accumulator_width, store_fits, tile_mod_32
 from attnroute.facts.nested import is_cross, lengths_vary, nested
+from attnroute.facts.reach import reach_of
 from attnroute.vocabulary import DTYPES, Distributed, EmptyRows, Layout, Phase, ScaleSign, Transform
 
 __all__ = ["FACTS", "LENGTH_FACTS", "UNKNOWN", "WORDS", "Facts", "Value", "Varies"]
@@ -71,7 +72,18 @@ FACTS: Final[dict[str, str]] = {
     "seqlen_kv_mod_128": "key length modulo 128",
     "score_elements": "batch * num_heads_q * seqlen_q * seqlen_kv",
     "mask_elements": "seqlen_q * seqlen_kv: the elements of one full mask",
-    "dq_accumulator_elements": "batch * num_heads_q * seqlen_q * head_dim_qk, the last two up to 128 and 32",
+    "dq_accumulator_elements": (
+        "batch * num_heads_q * seqlen_q * head_dim_qk, the last two rounded up to multiples of 128 and 32; a "
+        "head_dim above 192 becomes 256"
+    ),
+    "query_reach": (
+        "elements between the first and the last token of a head of query or output, at most: those of all "
+        "heads, and where query, key and value are not packed those of all three in the whole batch; here "
+        "and in the next three, lengths that vary count as they are stated"
+    ),
+    "key_reach": "the same of key and value",
+    "query_elements": "the same of all heads of all batches: as many elements as query or output spread over",
+    "key_elements": "the same of key and value",
     "head_dim_qk": "last dimension of query and key",
     "head_dim_v": "last dimension of value",
     "head_dim_max": "the larger of head_dim_qk and head_dim_v",
@@ -145,6 +157,10 @@ LENGTH_FACTS: Final = frozenset(
         "score_elements",
         "mask_elements",
         "dq_accumulator_elements",
+        "query_reach",
+        "key_reach",
+        "query_elements",
+        "key_elements",
     }
 )
 """The fields whose value changes with every length: only what rules ask about them sorts calls."""
@@ -213,8 +229,9 @@ def sizes_of(call: Call) -> Facts:
         "score_elements": _product(batch, call.num_heads_q, seqlen_q, seqlen_kv),
         "mask_elements": _product(seqlen_q, seqlen_kv),
         "dq_accumulator_elements": _product(
-            batch, call.num_heads_q, _round_up(seqlen_q, 128), _round_up(call.head_dim_qk, 32)
+            batch, call.num_heads_q, _round_up(seqlen_q, 128), accumulator_width(call.head_dim_qk)
         ),
+        **reach_of(call),
         "head_dim_qk": call.head_dim_qk,
         "head_dim_v": call.head_dim_v,
         "head_dim_max": max(call.head_dim_qk, call.head_dim_v),

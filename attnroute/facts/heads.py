@@ -16,6 +16,11 @@ def tile_mod_32(head_dim: int) -> int:
     return _up(head_dim, TILE) % 32
 
 
+def accumulator_width(head_dim: int) -> int:
+    """Return a head dim as FlashAttention-2 rounds it for the accumulator of dQ."""
+    return _up(head_dim, 32) if head_dim <= 192 else max(256, _up(head_dim, 32))
+
+
 def store_fits(head_dim_qk: int, head_dim_v: int, multiple: int) -> bool:
     """Return whether dV is stored in whole pieces when the pieces are chosen for dK.
 

@@ -50,6 +50,29 @@ def wrongly_plain(number):
     return [v.backend for v in decided(number).verdicts if v.backend in named and is_plain(v)]
 
 
+def told_of(number):
+    """Backends that the report wants rejected or let through, with what each one's verdict is."""
+    expect = CASES[number]["expect"]
+    named = [e["backend"] for e in expect.get("rejected", [])] + expect.get("not_rejected", [])
+    return {backend: decided(number).verdict(backend).status for backend in named}
+
+
+def wrongly_taken(number):
+    """Backends that no preparation makes right and that are not rejected: not installed does not count."""
+    said = told_of(number)
+    return [
+        e["backend"] for e in CASES[number]["expect"].get("rejected", []) if said[e["backend"]] != "rejected"
+    ]
+
+
+def wrongly_rejected(number):
+    """Backends that a row turns away though they are right."""
+    said = told_of(number)
+    return [
+        backend for backend in CASES[number]["expect"].get("not_rejected", []) if said[backend] == "rejected"
+    ]
+
+
 def acceptable(number):
     """The backends that may be selected; None where no listed one is in the tables and installed."""
     case = CASES[number]
@@ -70,15 +93,27 @@ def well_selected(number):
     return decision.selected in allowed or goes_a_listed_way
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[case["id"] for case in CASES])
+NOT_HEEDED_YET = {"D01a", "D01b", "D04a", "D04b"}
+"""Reports that no row answers yet; a case that is heeded must be taken off."""
+
+
+def parameter(number):
+    """A case as a parameter, which must fail where it is listed as not heeded."""
+    name = CASES[number]["id"]
+    return pytest.param(number, id=name, marks=[pytest.mark.xfail(strict=True)] * (name in NOT_HEEDED_YET))
+
+
+@pytest.mark.parametrize("number", [parameter(number) for number in range(len(CASES))])
 def test_report_is_heeded(number):
     assert wrongly_plain(number) == []
+    assert wrongly_taken(number) == []
+    assert wrongly_rejected(number) == []
     assert well_selected(number), (decided(number).selected, acceptable(number))
 
 
 def test_corrected_cases_say_why():
     noted = {case["id"] for case in CASES if "note" in case}
-    assert noted == {"C13b", "C18c", "C19d", "C28", "C29"}
+    assert noted == {"C13b", "C18c", "C19d", "C22b", "C28", "C29"}
 
 
 def test_score_is_printed(capsys):

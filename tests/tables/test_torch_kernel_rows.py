@@ -1,0 +1,128 @@
+"""Rows of torch's own kernels that no release's check states, both sides of each."""
+
+from __future__ import annotations
+
+import pytest
+from row_sides import THD, TRAINING, Case, check_sides, dims, lengths, strides
+
+COMPILED = {"context": {"compiled": True}}
+LOOSE = strides(packed=False)
+
+
+def torch(release):
+    return {"versions": {"torch": release}}
+
+
+def heads(q, kv=None):
+    return {"num_heads_q": q, "num_heads_kv": q if kv is None else kv}
+
+
+FLEX = "shared/flex_triton"
+CASES = {
+    "flash": [
+        Case(
+            "shared/flash_cuda/backward-offsets-32-bit",
+            "sm_120",
+            TRAINING | dims(128) | heads(4) | {"batch": 400} | lengths(10496, 128),
+            lengths(10368, 128),
+        ),
+        # 200 columns are accumulated in 256.
+        Case(
+            "shared/flash_cuda/backward-offsets-32-bit",
+            "sm_90",
+            TRAINING | dims(200) | heads(16) | {"batch": 16} | lengths(32896, 128),
+            dims(192),
+        ),
+        Case(
+            "shared/flash_cuda/ragged-backward-offsets-32-bit",
+            "sm_90",
+            TRAINING | THD | dims(128) | heads(16) | lengths(1_000_000, 1_000_000),
+            lengths(900_000, 900_000),
+        ),
+    ],
+    "efficient": [
+        Case(
+            "any/efficient/compiled-backward-grid-batch",
+            "sm_90",
+            TRAINING | COMPILED | torch("2.8.0") | {"batch": 65536},
+            {"batch": 65535},
+        ),
+        Case(
+            "any/efficient/compiled-backward-grid-batch",
+            "sm_80",
+            TRAINING | COMPILED | torch("2.12.1") | {"batch": 65536},
+            torch("2.13.0"),
+        ),
+        Case(
+            "any/efficient/compiled-backward-grid-batch",
+            "sm_120",
+            TRAINING | COMPILED | {"batch": 70000},
+            {"context": {"compiled": False}},
+        ),
+    ],
+    "flex": [
+        # Tokens may be outermost, so that the heads of all lie between two of one head.
+        Case(
+            f"{FLEX}/key-offset-32-bit",
+            "sm_90",
+            dims(128) | heads(32) | lengths(524416, 524416) | {"batch": 1, "layout": "bshd"},
+            lengths(524416, 524288),
+        ),
+        Case(
+            f"{FLEX}/key-offset-32-bit",
+            "sm_80",
+            LOOSE | dims(128) | heads(1) | lengths(256, 24000) | {"batch": 700} | torch("2.9.1"),
+            {"batch": 200},
+        ),
+        Case(
+            f"{FLEX}/key-offset-32-bit",
+            "sm_100",
+            dims(512) | heads(64, 16) | lengths(1, 300_000) | torch("2.13.0"),
+            torch("2.14.0"),
+        ),
+        Case(
+            f"{FLEX}/backward-query-offset-32-bit",
+            "sm_90",
+            TRAINING | dims(128) | heads(32, 1) | lengths(524416, 4096),
+            {"phase": "inference"},
+        ),
+        Case(
+            f"{FLEX}/tensor-elements-32-bit",
+            "sm_90",
+            dims(128) | heads(32, 4) | lengths(524288, 4096) | {"batch": 1} | torch("2.8.0"),
+            lengths(524160, 4096),
+        ),
+        Case(
+            f"{FLEX}/tensor-elements-32-bit",
+            "sm_89",
+            dims(64) | heads(8) | lengths(128, 65536) | {"batch": 64} | torch("2.5.1"),
+            {"batch": 63},
+        ),
+        Case(
+            f"{FLEX}/backward-strides-of-slices",
+            "sm_90",
+            TRAINING | LOOSE | torch("2.6.0"),
+            torch("2.7.0"),
+        ),
+        Case(
+            f"{FLEX}/backward-strides-of-slices",
+            "sm_90",
+            TRAINING | LOOSE | torch("2.5.1") | {"dtype": "float32"},
+            strides(packed=True),
+        ),
+        Case(
+            f"{FLEX}/tensor-offset-32-bit",
+            "sm_90",
+            {"mask": ({"kind": "dense", "shape": (46341, 46341)},)} | lengths(46341, 46341) | torch("2.13.0"),
+            torch("2.14.0"),
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [pytest.param(backend, case, id=str(case)) for backend, cases in CASES.items() for case in cases],
+)
+def test_both_sides(backend, case):
+    check_sides(backend, {"torch": "2.11.0+cu130", "triton": "3.6.0", "cudnn": "9.19.0"}, case)
