@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnroute.errors import AttnRouteError
+from attnroute.executors._batched_gradients import Gradients, in_turn
 from attnroute.executors._chunked_backward import Wanted, run_backward
 from attnroute.executors._chunked_call import Call, Saved, plain
 from attnroute.executors._chunked_forward import run_forward
@@ -49,9 +50,14 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         wanted = Wanted(*ctx.needs_input_grad[2 : 2 + len(Wanted._fields)])
         tensors = ctx.saved_tensors[: 6 + EXTRAS]
-        grads = _ChunkedGrad.apply(  # type: ignore[no-untyped-call]
-            ctx.spec, ctx.trained, wanted, grad_out, grad_lse, *tensors
-        )
+
+        def of_sample(*grads: Tensor) -> Gradients:
+            made: Gradients = _ChunkedGrad.apply(  # type: ignore[no-untyped-call]
+                ctx.spec, ctx.trained, wanted, *grads, *tensors
+            )
+            return made
+
+        grads = in_turn(of_sample, grad_out, grad_lse)
         masks = (None,) * (3 + EXTRAS - len(wanted))
         return None, None, *grads[: len(wanted)], *masks, *grads[len(wanted) :]
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from attnroute.errors import KernelRefusedError
 from attnroute.executors import _first_call, _from_lse, _launch
+from attnroute.executors._batched_gradients import in_turn
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.executors._request import SCHEMA, Request, packed, padded, request_of, swapped
 from attnroute.executors._sink import Grads, Ran, Wanted
@@ -240,7 +241,8 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         request = Request(*saved[_OUTPUTS:], *ctx.numbers)
-        grads = ctx.external._launch_backward(grad_out, Launched(*saved[:_OUTPUTS]), request)
+        ran = Launched(*saved[:_OUTPUTS])
+        grads = in_turn(lambda grad: ctx.external._launch_backward(grad, ran, request), grad_out)
         return None, *_each(grads, saved, wants_sink=ctx.needs_input_grad[1 + _SINK])
 
 

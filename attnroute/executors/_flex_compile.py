@@ -11,6 +11,7 @@ import inspect
 import linecache
 import time
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 Result = tuple[Tensor, Tensor | None]
 _COMPILER_ERRORS: Final = ("BackendCompilerFailed", "InductorError")
+_DONATED: Final = "bw_donated_idxs"
+"""Where torch lists the tensors of a forward that its backward may write over."""
 _LIMIT_ERRORS: Final = ("FailOnRecompileLimitHit", "RecompileLimitExceeded", "CacheLimitExceeded")
 
 
@@ -118,7 +121,7 @@ def run(found: Compiled, qkv: tuple[Tensor, Tensor, Tensor], mask: Blocked, scor
         NotCompiledError: It would run uncompiled, or cannot be compiled.
     """
     try:
-        return found.call(  # type: ignore[misc]
+        out, lse = found.call(  # type: ignore[misc]
             *qkv, mask.blocks, mask.part.tensors, mask.part.functions, score.tensors, score.functions
         )
     except NotCompiledError:
@@ -131,6 +134,19 @@ def run(found: Compiled, qkv: tuple[Tensor, Tensor, Tensor], mask: Blocked, scor
         if names.intersection(_COMPILER_ERRORS):
             raise NotCompiledError(_failure_message(found, error)) from error
         raise
+    _allow_second_backward(out)
+    return out, lse
+
+
+def _allow_second_backward(out: Tensor) -> None:
+    """Let a backward run again, as every kernel of torch lets it.
+
+    The compiled backward refuses that where it was given buffers to write over, and takes the absence of a
+    list for such buffers too (torch 2.6 to 2.13, _aot_autograd/runtime_wrappers.py). Ours is given none.
+    """
+    metadata = getattr(getattr(out.grad_fn, "_forward_cls", None), "metadata", None)
+    if metadata is not None and getattr(metadata, _DONATED, []) is None:
+        setattr(metadata, _DONATED, [])
 
 
 def _drop(found: Compiled) -> None:
@@ -260,6 +276,14 @@ def _failure_message(found: Compiled, error: Exception) -> str:
     )
 
 
+def _buffers_of_its_own() -> AbstractContextManager[Any]:
+    """Keep a compiled backward from writing over what its forward left; see `_allow_second_backward`."""
+    # The option came with torch 2.6, and its module is loaded by torch.compile alone.
+    from torch._functorch import config
+
+    return config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else nullcontext()
+
+
 def _measured(found: Compiled) -> Callable[..., Any]:
     """Return inductor as a backend that tells the listeners how long it took."""
 
@@ -267,7 +291,8 @@ def _measured(found: Compiled) -> Callable[..., Any]:
         for listener in _LISTENERS:
             listener(found, None)
         start = time.perf_counter()
-        result = torch._dynamo.lookup_backend("inductor")(graph, inputs)
+        with _buffers_of_its_own():
+            result = torch._dynamo.lookup_backend("inductor")(graph, inputs)
         found.seconds.append(time.perf_counter() - start)
         for listener in _LISTENERS:
             listener(found, found.seconds[-1])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnroute.executors import _from_lse
+from attnroute.executors._batched_gradients import in_turn
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.executors._sink import Kernel, shrunk, total
 
@@ -71,7 +72,7 @@ class _Pair(torch.autograd.Function):
         mask, scale, softcap = ctx.settings
         inputs = _inputs(mask, scale, softcap, tuple(tensors))
         wanted = tuple(ctx.needs_input_grad[_SETTINGS : _SETTINGS + 4])
-        grads = _from_lse.gradients(inputs, out, lse, grad_out, wanted)
+        grads = in_turn(lambda grad: _from_lse.gradients(inputs, out, lse, grad, wanted), grad_out)
         return *(None,) * _SETTINGS, *grads, None
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attnroute.executors._batched_gradients import in_turn
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.masks.lowered import FULL, LoweredMask
 
@@ -149,13 +150,16 @@ class _WithSink(torch.autograd.Function):
         *wanted, sink_wanted = ctx.needs_input_grad[_SETTINGS:]
         # What has no key weighs nothing: exp(-inf - inf) is 0 where exp(-inf + inf) is NaN.
         lse = lse.masked_fill(lse == -math.inf, math.inf)
-        grads: tuple[Tensor | None, ...] = (None,) * _TENSORS
-        if any(wanted):
-            rest = tuple(c if t is None else t for c, t in zip(ctx.constants, saved, strict=True))
-            inputs = _inputs(mask, scale, dropout_p, softcap, slopes, (query, key, value, attn))
-            grads = kernel.backward(inputs, plan, Ran(out, lse, rest), grad_out, tuple(wanted))
-        grad_sink = sink_gradient(grad_out, out, lse, sink) if sink_wanted else None
-        return *(None,) * _SETTINGS, *grads, grad_sink
+        rest = tuple(c if t is None else t for c, t in zip(ctx.constants, saved, strict=True))
+        inputs = _inputs(mask, scale, dropout_p, softcap, slopes, (query, key, value, attn))
+
+        def of_sample(grad: Tensor) -> tuple[Tensor | None, ...]:
+            grads: tuple[Tensor | None, ...] = (None,) * _TENSORS
+            if any(wanted):
+                grads = kernel.backward(inputs, plan, Ran(out, lse, rest), grad, tuple(wanted))
+            return *grads, sink_gradient(grad, out, lse, sink) if sink_wanted else None
+
+        return *(None,) * _SETTINGS, *in_turn(of_sample, grad_out)
 
 
 def _inputs(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import accumulate
 
+import backwards
 import torch
 import torch._dynamo.testing
 import torch.utils.checkpoint
@@ -13,6 +15,7 @@ from repair_inputs import stored
 
 from attnroute import masks
 from attnroute.executors._inputs import Inputs, Plan
+from attnroute.executors._repairs import run_repaired
 from attnroute.executors._request import Request
 from attnroute.masks.lowered import FULL
 from attnroute.masks.nodes import Extent
@@ -202,6 +205,19 @@ def check_compiled(executor, backend, compiler):
         hold((out, lse), (want * 2, want_lse), tensors)
     assert counter.frame_count <= 2
     torch._dynamo.reset()
+
+
+def check_backwards(executor, backend, *repairs, form="packed"):
+    """Run its backward in every way that autograd may."""
+    inputs = inputs_of(masks.Causal(), 6, 6, form=form, sink=sinks() if "sink_from_lse" in repairs else None)
+    leaves = trained(inputs)
+
+    def run():
+        given = replace(inputs)
+        return run_repaired(executor.run, given, plan_of(backend, *repairs))[0]
+
+    for each in backwards.CHECKS:
+        each(run, leaves)
 
 
 def check_checkpoint(executor, backend, *, use_reentrant):

@@ -289,6 +289,11 @@ def test_activation_checkpointing(operators, use_reentrant):
     assert names == ["sdpa_fwd", "sdpa_bwd", "sdpa_fwd", "sdpa_fwd", "sdpa_bwd"]
 
 
+@pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
+def test_what_autograd_may_ask_of_the_backward(operators, repairs):
+    cudnn_checks.check_backwards(cudnn_fe, "cudnn_fe", *repairs)
+
+
 def test_a_sink_through_the_log_sum_exp_counts_once_at_inference(operators):
     inputs = inputs_of(None, 5, 7, sink=sinks(train=False))
     want, want_lse = attend(inputs.query, inputs.key, inputs.value, sink=inputs.sink)

@@ -374,6 +374,11 @@ def test_activation_checkpointing(newest, use_reentrant):
     cudnn_checks.check_checkpoint(fa2, "fa2", use_reentrant=use_reentrant)
 
 
+@pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
+def test_what_autograd_may_ask_of_the_backward(newest, repairs):
+    cudnn_checks.check_backwards(fa2, "fa2", *repairs)
+
+
 def test_what_the_package_refuses_is_one_error(newest, monkeypatch):
     def refuse(given):
         msg = "head_dim 512 is not supported"

@@ -362,3 +362,8 @@ def test_compiled_calls(operators, backend):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(operators, use_reentrant):
     cudnn_checks.check_checkpoint(fa3, "fa3", use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
+def test_what_autograd_may_ask_of_the_backward(operators, repairs):
+    cudnn_checks.check_backwards(fa3, "fa3", *repairs)

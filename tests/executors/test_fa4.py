@@ -328,3 +328,8 @@ def test_compiled_calls(package, backend):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(package, use_reentrant):
     cudnn_checks.check_checkpoint(fa4, "fa4", use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
+def test_what_autograd_may_ask_of_the_backward(package, repairs):
+    cudnn_checks.check_backwards(fa4, "fa4", *repairs)

@@ -398,3 +398,8 @@ def test_documents_inside_of_a_graph(package):
     mask = masks.Documents(lengths=[3, 4, 2]) & masks.Causal()
     check_compiled(run, "aot_eager", mask, inputs, ids, sums)
     assert package.names == FORWARD
+
+
+@pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
+def test_what_autograd_may_ask_of_the_backward(package, repairs):
+    cudnn_checks.check_backwards(cudnn_fe, "cudnn_fe", PAIR, *repairs)

@@ -258,6 +258,11 @@ def test_activation_checkpointing(only, use_reentrant):
     assert names == ["fwd", "bwd", "fwd", "fwd", "bwd"]
 
 
+@pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
+def test_what_autograd_may_ask_of_the_backward(only, repairs):
+    cudnn_checks.check_backwards(te, "te", *repairs)
+
+
 def test_a_sink_through_the_log_sum_exp_counts_once_at_inference(only):
     inputs = inputs_of(None, 5, 7, sink=sinks(train=False))
     want, want_lse = attend(inputs.query, inputs.key, inputs.value, sink=inputs.sink)

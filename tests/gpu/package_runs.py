@@ -181,6 +181,28 @@ def check_captured(backend, mask=None, **given):
     assert torch.equal(out, call())
 
 
+def check_again(backend, *, together=False, **options):
+    """Run backwards again and again, and where asked for several outputs at once, against the definition."""
+    inputs = problem()
+    wanted = attend(*inputs, allowed=band(130, 130, None, 0), sink=options.get("sink"))[0]
+    many = torch.randn(2, *inputs[0].shape, device="cuda").to(inputs[0].dtype)
+    true = [torch.autograd.grad(wanted, inputs, one.double(), retain_graph=True) for one in many]
+
+    def near(grads, expected):
+        for got, want in zip(grads, expected, strict=True):
+            assert error(got, want.double(), floor=2.0) <= 2 * TOLERANCE[got.dtype]
+
+    # What the first backward of compiled code asks for need not be what the next ones do.
+    for keep in ({}, {"retain_graph": True}, {"create_graph": True}):
+        out = attnroute.attention(*inputs, is_causal=True, backend=backend, **options)
+        for _ in range(3 if keep else 1):
+            near(torch.autograd.grad(out, inputs, many[0], **keep), true[0])
+    if together:
+        out = attnroute.attention(*inputs, is_causal=True, backend=backend, **options)
+        grads = torch.autograd.grad(out, inputs, many, is_grads_batched=True)
+        near(grads, [torch.stack(parts) for parts in zip(*true, strict=True)])
+
+
 def check_checkpoint(backend, *, use_reentrant, check=None):
     """Recompute the forward in the backward: the same kernel, the same gradients.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from gpu.kernel_names import PACKAGES, names_of
-from gpu.package_runs import check_captured, check_checkpoint, hold_lse, require
+from gpu.package_runs import check_again, check_captured, check_checkpoint, hold_lse, require
 from gpu.test_cuda_kernels import TOLERANCE, band, problem
 from packaging.version import Version
 from reference import attend, error
@@ -150,3 +150,7 @@ def test_calls_outside_the_rows_are_rejected():
     assert verdict.status == "rejected"
     with pytest.raises(attnroute.AttnRouteError):
         attnroute.attention(*inputs, is_causal=True, backend=BACKEND)
+
+
+def test_backwards_run_again():
+    check_again(BACKEND)

@@ -108,3 +108,8 @@ def test_captured_in_a_cuda_graph(given):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(use_reentrant):
     package_runs.check_checkpoint(BACKEND, use_reentrant=use_reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_backwards_run_again_and_together():
+    package_runs.check_again(BACKEND, together=True)

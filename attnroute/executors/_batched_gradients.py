@@ -1,0 +1,121 @@
+"""Gradients of several outputs at once, as torch's vmap hands them to a backward: taken one after another.
+
+`torch.autograd.grad(..., is_grads_batched=True)`, `jacobian(vectorize=True)` and `torch.func.vmap` around
+`autograd.grad` run each backward once, on a tensor that stands for all samples. torch loops over the samples
+for kernels that cannot take them together; this does the same for backwards of our own, so that memory stays
+that of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnroute.masks.tensors import is_wrapped
+
+_functorch = torch._C._functorch
+_LEVELS: Final = 64
+"""Nested vmaps that torch allows (BatchedTensorImpl.h, kVmapNumLevels)."""
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class _Samples(NamedTuple):
+    """One level of vmap.
+
+    Attributes:
+        unwrapped: Each gradient with the samples in dimension 0; None where all samples share it.
+        wrap: Makes a tensor with the samples in dimension 0 one of that level.
+    """
+
+    unwrapped: tuple[Tensor | None, ...]
+    wrap: Callable[[Tensor], Tensor]
+
+
+def in_turn(backward: Callable[..., Gradients], *grads: Tensor) -> Gradients:
+    """Return what a backward makes of gradients, sample by sample where they stand for several.
+
+    Args:
+        backward: Takes the gradients of one sample and returns those of the inputs.
+        *grads: The gradients, batched or not.
+    """
+    samples = _samples_of(grads)
+    if samples is None:
+        return backward(*grads) if not _is_in_vmap() else _outside(backward, grads)
+    number = next(t.shape[0] for t in samples.unwrapped if t is not None)
+
+    def of_sample(n: int) -> Gradients:
+        given = (
+            shared if several is None else several[n] if number else several.new_zeros(several.shape[1:])
+            for shared, several in zip(grads, samples.unwrapped, strict=True)
+        )
+        return in_turn(backward, *given)
+
+    # Without a sample one of zeros says the shapes.
+    found = [of_sample(n) for n in range(max(number, 1))]
+    return tuple(
+        None if parts[0] is None else samples.wrap(torch.stack(parts)[:number])  # type: ignore[arg-type]
+        for parts in zip(*found, strict=True)
+    )
+
+
+def _samples_of(grads: tuple[Tensor, ...]) -> _Samples | None:
+    if any(_functorch.is_batchedtensor(grad) for grad in grads):
+        return _of_functorch(grads)
+    if any(_functorch.is_legacy_batchedtensor(grad) for grad in grads):
+        return _of_autograd(grads)
+    return None
+
+
+def _of_functorch(grads: tuple[Tensor, ...]) -> _Samples:
+    """Take the outermost level apart, of which `torch.func.vmap` makes a tensor."""
+    levels = [_functorch.maybe_get_level(grad) if _functorch.is_batchedtensor(grad) else 0 for grad in grads]
+    level = max(levels)
+    unwrapped: list[Tensor | None] = []
+    for grad, own in zip(grads, levels, strict=True):
+        if own != level:
+            unwrapped.append(None)
+            continue
+        value, place = _functorch._unwrap_batched(grad, level)
+        unwrapped.append(value.movedim(place or 0, 0))
+    return _Samples(tuple(unwrapped), lambda tensor: _functorch._add_batch_dim(tensor, 0, level))
+
+
+def _of_autograd(grads: tuple[Tensor, ...]) -> _Samples:
+    """Take the level apart that `is_grads_batched` makes, with an older vmap than functorch's."""
+    level = next(n for grad in grads for n in range(1, _LEVELS + 1) if _is_of(grad, n))
+    unwrapped = (torch._remove_batch_dim(g, level, 1, 0) if _is_of(g, level) else None for g in grads)
+    return _Samples(tuple(unwrapped), lambda tensor: torch._add_batch_dim(tensor, 0, level))
+
+
+def _is_of(grad: Tensor, level: int) -> bool:
+    """Return whether a tensor stands for samples at a level; nothing says so, but taking them out does it."""
+    if not _functorch.is_legacy_batchedtensor(grad):
+        return False
+    return not _functorch.is_legacy_batchedtensor(torch._remove_batch_dim(grad, level, 1, 0))
+
+
+def _is_in_vmap() -> bool:
+    levels = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return levels > 1 or _functorch.peek_interpreter_stack() is not None
+
+
+def _outside(backward: Callable[..., Gradients], grads: tuple[Tensor, ...]) -> Gradients:
+    """Leave all transforms that hold no gradient: they refuse random numbers and autograd functions."""
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+    with ExitStack() as stack:
+        if not any(is_wrapped(grad) for grad in grads):
+            while _functorch.peek_interpreter_stack() is not None:
+                stack.enter_context(temporarily_pop_interpreter_stack())
+        while torch._C._vmapmode_increment_nesting() > 1:
+            stack.callback(torch._C._vmapmode_increment_nesting)
+            torch._C._vmapmode_decrement_nesting()
+            torch._C._vmapmode_decrement_nesting()
+        torch._C._vmapmode_decrement_nesting()
+        return backward(*grads)
