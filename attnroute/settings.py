@@ -7,17 +7,15 @@ call but one ContextVar lookup.
 from __future__ import annotations
 
 import os
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from attnroute.errors import OverrideError, OverrideWarning, did_you_mean
 from attnroute.policy import Policy, merge
+from attnroute.scopes import Override, outside_of_graphs, scope_here
 from attnroute.tables.load import load
 
 PREFIX = "ATTNROUTE_"
@@ -37,22 +35,11 @@ VARIABLES: dict[str, str] = {
     "ATTNROUTE_RECOGNIZE": "0: do not look into dense masks",
 }
 
-_OVERRIDE: ContextVar[Policy | None] = ContextVar("attnroute_override", default=None)
-
-_SEEN_BY_TRACERS = threading.local()
-"""What is in force, as one text: dynamo can read no ContextVar, and makes this a condition of its graphs."""
-_SEEN_BY_TRACERS.words = ""
-
 
 def current() -> Policy:
     """Return what `override()` and the environment say now."""
-    scoped = _OVERRIDE.get()
-    return environment() if scoped is None else scoped
-
-
-def is_scoped() -> bool:
-    """Return whether an `override()` is in force here."""
-    return _OVERRIDE.get() is not None
+    scope = scope_here()
+    return environment() if scope is None else scope.policy
 
 
 @lru_cache(maxsize=1)
@@ -99,23 +86,25 @@ def from_environment(environ: Mapping[str, str]) -> Policy:
     return Policy.model_validate({**settings, "origin": origin})
 
 
-@contextmanager
 def override(
     *,
     backend: str | None = None,
     prefer: str | Iterable[str] | None = None,
-    allow: Iterable[str] | None = None,
+    allow: str | Iterable[str] | None = None,
     ban: str | Iterable[str] | None = None,
     strict: bool | None = None,
     allow_unknown: bool | None = None,
     recognize: bool | None = None,
     double_backward: bool = False,
-) -> Iterator[Policy]:
-    """Steer every call inside the block, in this thread or task, also in code that cannot be edited.
+) -> Override:
+    """Steer every call inside a block, in this thread or task, also in code that cannot be edited.
+
+    ``with override(...):`` holds until the block ends; ``@override(...)`` holds in each call of a function or
+    coroutine function. One that is dropped unused warns. A block may be entered again, and by several tasks.
 
     Args:
         backend: The only backend that may run.
-        prefer: One or more backends to try first.
+        prefer: One or more backends to try first; not beside `backend`.
         allow: The only backends that may run, in this order.
         ban: One or more backends that may not run, whoever asks.
         strict: No slow tier, no reroute, no unknown backend.
@@ -123,40 +112,38 @@ def override(
         recognize: Look into dense masks.
         double_backward: Gradients will be differentiated again, which no tensor shows beforehand.
 
-    Yields:
-        The policy in force inside the block.
+    Returns:
+        The block; ``with ... as policy`` gives the policy in force inside.
 
     Raises:
-        OverrideError: A backend is not known.
+        OverrideError: A backend is not known, or a value has the wrong type.
+
+    Warns:
+        OverrideWarning: What was returned is dropped and never steered anything.
     """
-    stated = policy_of("override()", backend=backend, prefer=prefer, allow=allow, ban=ban)
+    named = policy_of("override()", backend=backend, prefer=prefer, allow=allow, ban=ban)
+    stated: dict[str, object] = {name: getattr(named, name) for name in named.model_fields_set}
     flags = {"strict": strict, "allow_unknown": allow_unknown, "recognize": recognize}
-    changes: dict[str, object] = {name: value for name, value in flags.items() if value is not None}
+    for name, value in (*flags.items(), ("double_backward", double_backward)):
+        if not (value is None or isinstance(value, bool)):
+            raise OverrideError(f"override() {name} requires True or False; got {value!r}; pass one of them.")
+    stated |= {name: value for name, value in flags.items() if value is not None}
     if double_backward:
-        changes["transform"] = "double_backward"
-    flagged = Policy.model_validate({**changes, "origin": dict.fromkeys(changes, "override()")})
-    merged = merge(merge(current(), stated), flagged)
-    before, token = getattr(_SEEN_BY_TRACERS, "words", ""), _OVERRIDE.set(merged)
-    _SEEN_BY_TRACERS.words = repr(merged.key)
-    try:
-        yield merged
-    finally:
-        _OVERRIDE.reset(token)
-        _SEEN_BY_TRACERS.words = before
+        stated["transform"] = "double_backward"
+    stated["origin"] = dict.fromkeys(stated.keys() - {"origin"}, "override()")
+    return Override(Policy.model_validate(stated), environment)
 
 
-def traced_words() -> str:
-    """Return what `override()` says here, as a text that torch.compile makes a condition of its graphs."""
-    return getattr(_SEEN_BY_TRACERS, "words", "")
+outside_of_graphs(override)
 
 
 def call_policy(backend: str | None, prefer: str | Iterable[str] | None) -> Policy:
     """Return what holds for a call that names backends itself.
 
     Raises:
-        OverrideError: A backend is not known.
+        OverrideError: A backend is not known, or `prefer` stands beside `backend`.
     """
-    wishes = prefer if prefer is None or isinstance(prefer, str) else tuple(prefer)
+    wishes = prefer if prefer is None or isinstance(prefer, str) else _words(prefer)
     try:
         return _merged(current(), backend, wishes)
     except TypeError:
@@ -175,22 +162,34 @@ def policy_of(
     *,
     backend: str | None = None,
     prefer: str | Iterable[str] | None = None,
-    allow: Iterable[str] | None = None,
+    allow: str | Iterable[str] | None = None,
     ban: str | Iterable[str] | None = None,
 ) -> Policy:
     """Build a policy from backend names.
 
     Raises:
-        OverrideError: A backend is not known.
+        OverrideError: A backend is not known, or the wishes exclude each other.
     """
     settings: dict[str, object] = {}
     if backend is not None:
         settings["require"] = _backend(origin + " backend", backend)
     for name, value in (("prefer", prefer), ("allow", allow), ("ban", ban)):
         if value is not None:
-            words = (value,) if isinstance(value, str) else tuple(value)
-            settings[name] = tuple(_backend(f"{origin} {name}", word) for word in words)
+            settings[name] = tuple(_backend(f"{origin} {name}", word) for word in _words(value))
+    if backend is not None:
+        _check_beside(origin, backend, settings)
     return Policy.model_validate({**settings, "origin": dict.fromkeys(settings, origin)})
+
+
+def _check_beside(origin: str, backend: str, settings: Mapping[str, Any]) -> None:
+    """A backend that is required leaves nothing to prefer, and must be allowed."""
+    if settings.get("prefer"):
+        required, got = "no backend= beside it", settings["prefer"]
+        to_do = "leave prefer out to run this backend and no other, or backend to let others run"
+        raise OverrideError(f'{origin} prefer requires {required}; got {got} and "{backend}"; {to_do}.')
+    if "allow" in settings and backend not in settings["allow"]:
+        required, got = "the backend that is required among them", settings["allow"]
+        raise OverrideError(f'{origin} allow requires {required}; got {got} and "{backend}"; leave one out.')
 
 
 def known_backends() -> tuple[str, ...]:
@@ -198,8 +197,15 @@ def known_backends() -> tuple[str, ...]:
     return tuple(load().backends)
 
 
-def _backend(where: str, word: str) -> str:
+def _words(value: object) -> tuple[Any, ...]:
+    """Return one name or several as a tuple; what is neither is named by the check of each."""
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
+
+
+def _backend(where: str, word: object) -> str:
     known = known_backends()
+    if not isinstance(word, str):
+        raise OverrideError(f"{where} requires a name among {', '.join(known)}; got {word!r}; pass a string.")
     if word not in known:
         msg = f'{where} requires one of {", ".join(known)}; got "{word}"{did_you_mean(word, known) or "."}'
         raise OverrideError(msg)

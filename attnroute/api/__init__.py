@@ -13,7 +13,8 @@ from attnroute.api.options import Options
 from attnroute.api.question import Arguments
 from attnroute.api.rerouting import reroute
 from attnroute.errors import KernelRefusedError
-from attnroute.settings import call_policy, current, is_scoped
+from attnroute.scopes import is_scoped
+from attnroute.settings import call_policy, current
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

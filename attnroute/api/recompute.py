@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from attnroute.policy import Policy, merge
-from attnroute.settings import environment, is_scoped, policy_of
+from attnroute.scopes import is_scoped, stated_in
+from attnroute.settings import environment, policy_of
 
 if TYPE_CHECKING:
     from attnroute.api.question import Arguments
@@ -93,14 +94,18 @@ def _note(signature: Hashable, policy: Policy) -> None:
 
 
 def _of_forward(signature: Hashable, named: tuple[Any, Any]) -> Policy:
-    """Return the policy of the last call like this that ran outside of a backward pass."""
-    held = policies.get(signature)
-    if held is not None:
-        return held
+    """Return the policy of the last call like this that ran outside of a backward pass.
+
+    What was entered inside of this backward pass holds on top: a recomputed function enters the blocks of its
+    forward again, and a backward of the user's own may have blocks that its forward had not.
+    """
+    held = policies.get(signature) or environment()
+    for stated in stated_in(task()):
+        held = merge(held, stated)
     backend, prefer = named
     if backend is None and prefer is None:
-        return environment()
-    return merge(environment(), policy_of("attention()", backend=backend, prefer=prefer))
+        return held
+    return merge(held, policy_of("attention()", backend=backend, prefer=prefer))
 
 
 def _of_frame(frame: Any, signature: Hashable, policy: Policy, *, is_recompute: bool) -> Policy:

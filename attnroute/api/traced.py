@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnroute.api import routes
+from attnroute.api import in_force, routes
 from attnroute.api.question import Arguments
 from attnroute.biases import ALiBi, Bias, Dense, Softcap
 from attnroute.masks.flat import is_flat, put_together, take_apart
 from attnroute.masks.nodes import Mask
 from attnroute.policy import Policy
-from attnroute.settings import traced_words
 
 Output = Tensor | tuple[Tensor, Tensor]
 _MASK, _BIAS, _SOFTCAP, _SLOPES = 3, 4, 9, 11
@@ -48,7 +47,7 @@ def attend(*given: Any) -> Output:
         prefer = tuple(prefer)
     before, after = given[:_MASK], given[_MASK + 1 : -1]
     mask = None if spec is not None else mask
-    out, lse = _in_graph(traced_words(), spec, tensors, *before, mask, *after, prefer)
+    out, lse = _in_graph(in_force.words, spec, tensors, *before, mask, *after, prefer)
     return out if lse is None else (out, lse)
 
 

@@ -214,3 +214,80 @@ def test_offloaded_tensors_beside_an_override(ran):
         out = attend(*inputs)
     gradients(out, inputs)
     assert ran == ["chunked"]
+
+
+class Again(torch.autograd.Function):
+    """A backward of the user's own, which computes its attention anew inside of an override."""
+
+    wishes = None
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        ctx.save_for_backward(query, key, value)
+        return attend(query, key, value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad(), attnroute.override(**Again.wishes):
+            out = attend(*inputs)
+            Again.said = attnroute.explain(*inputs, is_causal=True).selected
+        return torch.autograd.grad(out, inputs, grad)
+
+
+OUTSIDE = {
+    "nothing around": ({}, {}),
+    "around the forward": ({"prefer": "math"}, {}),
+    "around the backward": ({}, {"prefer": "math"}),
+    "around both": ({"prefer": "math"}, {"prefer": "chunked"}),
+}
+
+
+@pytest.mark.parametrize("ban", ["flash", ("flash", "math"), ("flash", "chunked")], ids=str)
+@pytest.mark.parametrize(("forward", "backward"), OUTSIDE.values(), ids=OUTSIDE)
+@pytest.mark.parametrize("in_thread", [False, True], ids=["here", "another thread"])
+def test_an_override_inside_of_a_backward_is_heard(ran, monkeypatch, ban, forward, backward, in_thread):
+    monkeypatch.setattr(Again, "wishes", {"ban": ban})
+    inputs = problem()
+    with attnroute.override(**forward):
+        out = Again.apply(*inputs)
+    ran.clear()
+
+    def back():
+        with attnroute.override(**backward):
+            out.sum().backward()
+
+    if in_thread:
+        thread = threading.Thread(target=back)
+        thread.start()
+        thread.join()
+    else:
+        back()
+    assert len(ran) == 1
+    assert ran[0] not in (ban, *ban)
+    copies = [t.detach().requires_grad_() for t in inputs]
+    check_equal([t.grad for t in inputs], torch.autograd.grad(attend(*copies).sum(), copies))
+
+
+def test_an_override_inside_of_a_backward_is_what_explain_says(ran, monkeypatch):
+    monkeypatch.setattr(Again, "wishes", {"backend": "chunked"})
+    inputs = problem()
+    out = Again.apply(*inputs)
+    ran.clear()
+    out.sum().backward()
+    assert ran == [Again.said] == ["chunked"]
+
+
+@REENTRANT
+def test_a_recompute_keeps_what_both_blocks_of_its_forward_said(use_reentrant, ran):
+    """The inner block is entered again in the recompute, the outer one is not."""
+    inputs = problem()
+
+    def call(*tensors):
+        with attnroute.override(ban="flash"):
+            return attend(*tensors)
+
+    with attnroute.override(prefer="math"):
+        out = kept(call, inputs, use_reentrant=use_reentrant)
+    gradients(out, inputs)
+    assert ran == ["math", "math"]

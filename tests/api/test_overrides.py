@@ -15,7 +15,7 @@ from spy import Spy, ran
 
 import attnroute
 from attnroute import settings
-from attnroute.errors import NoBackendError, OverrideError, QuadraticAttentionWarning
+from attnroute.errors import NoBackendError, OverrideError, OverrideWarning, QuadraticAttentionWarning
 
 # Those that run under the mode that sees what ran. flex does not: nothing compiles there.
 CPU_BACKENDS = ("flash", "chunked", "math")
@@ -28,7 +28,8 @@ WISHES = st.fixed_dictionaries(
         "allow": st.lists(st.sampled_from(CPU_BACKENDS), min_size=1, max_size=2, unique=True),
         "strict": st.booleans(),
     },
-)
+).filter(lambda wishes: "backend" not in wishes or not wishes.get("prefer"))
+WISHES = WISHES.filter(lambda wishes: wishes.get("backend") in (None, *wishes.get("allow", CPU_BACKENDS)))
 
 
 def normal(seqlen=6, head_dim=8):
@@ -243,3 +244,131 @@ def test_gradients_run_in_the_backward_of_the_forward_that_ran():
         got = torch.autograd.grad(out.sum(), inputs)
     for a, b in zip(got, want, strict=True):
         assert error(a, b, floor=1.0) <= TOLERANCE[torch.float32]
+
+
+WRONG = {
+    "prefer beside backend": (
+        {"backend": "flash", "prefer": "math"},
+        "prefer requires no backend= beside it",
+    ),
+    "a list beside backend": ({"backend": "flash", "prefer": ["math"]}, "prefer requires no backend= beside"),
+    "a number as backend": ({"backend": 3}, "backend requires a name among .*; got 3; pass a string"),
+    "bytes as backend": ({"backend": b"flash"}, "backend requires a name among .*; got b'flash'; pass a"),
+    "a list as backend": ({"backend": ["flash"]}, r"backend requires a name among .*; got \['flash'\]; pass"),
+    "a number to prefer": ({"prefer": 3}, "prefer requires a name among .*; got 3; pass a string"),
+    "a number among others": ({"prefer": ["flash", 3]}, "prefer requires a name among .*; got 3; pass"),
+}
+OF_A_BLOCK = {
+    "a number to ban": ({"ban": 3}, "ban requires a name among .*; got 3; pass a string"),
+    "a number to allow": ({"allow": [3.0]}, "allow requires a name among .*; got 3.0; pass a string"),
+    "allow without backend": ({"backend": "flash", "allow": ["math"]}, "allow requires the backend that is"),
+    "strict as a word": ({"strict": "no"}, "strict requires True or False; got 'no'; pass one of them"),
+    "a number": ({"recognize": 0}, "recognize requires True or False; got 0; pass one of them"),
+    "allow_unknown": ({"allow_unknown": "x"}, "allow_unknown requires True or False; got 'x'; pass one"),
+    "twice": ({"double_backward": 1}, "double_backward requires True or False; got 1; pass one of them"),
+}
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"), [*WRONG.values(), *OF_A_BLOCK.values()], ids=[*WRONG, *OF_A_BLOCK]
+)
+def test_what_a_block_cannot_mean_is_one_sentence_before_it_is_entered(wishes, said):
+    with pytest.raises(OverrideError, match=rf"^override\(\) {said}") as raised:
+        attnroute.override(**wishes)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("function", [attnroute.attention, attnroute.explain])
+@pytest.mark.parametrize(("wishes", "said"), WRONG.values(), ids=WRONG)
+def test_what_a_call_cannot_wish_is_one_sentence(function, wishes, said):
+    with pytest.raises(OverrideError, match=rf"^attention\(\) {said}"):
+        function(*normal(), **wishes)
+
+
+def test_names_may_come_from_any_iterable():
+    assert what_ran(prefer=iter(["math"])) == "math"
+    assert what_ran(prefer={"chunked"}) == "chunked"
+    with attnroute.override(ban=(name for name in ("flash", "chunked"))):
+        assert what_ran() == "math"
+
+
+def test_a_block_that_is_dropped_warns_and_one_that_was_used_does_not():
+    with pytest.warns(OverrideWarning, match="no effect on its own: write `with attnroute.override"):
+        attnroute.override(ban="flash")
+    block = attnroute.override(backend="math")
+    with block:
+        assert what_ran() == "math"
+    del block
+    attnroute.override(backend="math")(what_ran)
+
+
+def test_a_block_may_be_entered_again_and_in_itself():
+    block = attnroute.override(backend="math")
+    with block:
+        with attnroute.override(backend="chunked"), block:
+            assert what_ran() == "math"
+        assert what_ran() == "math"
+    assert what_ran() == "flash"
+    with block:
+        assert what_ran() == "math"
+    assert what_ran() == "flash"
+
+
+def test_a_decorated_coroutine_function_is_steered_where_it_runs():
+    @attnroute.override(backend="math")
+    async def steered():
+        await asyncio.sleep(0)
+        return what_ran()
+
+    async def both():
+        return await asyncio.gather(steered(), asyncio.to_thread(what_ran), steered())
+
+    assert asyncio.run(both()) == ["math", "flash", "math"]
+
+
+def _generator():
+    yield
+
+
+async def _async_generator():
+    yield
+
+
+@pytest.mark.parametrize("what", [_generator, _async_generator, torch.nn.Linear, 3], ids=str)
+def test_what_a_block_cannot_decorate_is_refused(what):
+    with pytest.raises(
+        OverrideError, match=r"@override\(\) requires a function or a coroutine function; got"
+    ):
+        attnroute.override(backend="math")(what)
+
+
+def test_generators_that_end_in_another_order_leave_nothing_behind():
+    def steer(backend):
+        with attnroute.override(backend=backend):
+            yield
+
+    first, second = steer("math"), steer("chunked")
+    next(first), next(second)
+    first.close()
+    assert what_ran() == "chunked"
+    second.close()
+    assert what_ran() == "flash"
+
+
+def test_a_block_is_left_where_it_was_entered():
+    block = attnroute.override(backend="math")
+    block.__enter__()
+    failed = []
+
+    def leave():
+        with pytest.raises(OverrideError, match="left in the thread or task that entered it"):
+            block.__exit__(None, None, None)
+        failed.append(True)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert failed == [True]
+    assert what_ran() == "math"
+    block.__exit__(None, None, None)
+    assert what_ran() == "flash"

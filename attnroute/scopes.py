@@ -1,0 +1,177 @@
+"""Blocks of `override()`: what they state, and which of them were entered in this thread or task.
+
+Which blocks are entered stands in one ContextVar and nowhere else, so each thread and each task has its own,
+and whoever asks in one of them is told what holds there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from attnroute.errors import OverrideError, OverrideWarning
+from attnroute.policy import Policy, merge
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """One block of `override()` that was entered here, on top of the blocks around it.
+
+    Attributes:
+        block: The block.
+        below: The scope around it.
+        policy: What holds inside.
+        words: The same as a text, which a compiled graph is bound to.
+        task: The backward pass in which it was entered, -1 outside of one.
+    """
+
+    block: Override
+    below: Scope | None
+    policy: Policy
+    words: str
+    task: int
+
+
+_OVERRIDE: ContextVar[Scope | None] = ContextVar("attnroute_override", default=None)
+
+
+def scope_here() -> Scope | None:
+    """Return the innermost block that was entered in this thread or task."""
+    return _OVERRIDE.get()
+
+
+def is_scoped() -> bool:
+    """Return whether an `override()` is in force here."""
+    return _OVERRIDE.get() is not None
+
+
+def words_in_force() -> str:
+    """Return what `override()` says here as a text, the same for equal wishes; empty outside of one."""
+    scope = _OVERRIDE.get()
+    return "" if scope is None else scope.words
+
+
+def stated_in(task: int) -> list[Policy]:
+    """Return what the blocks state that were entered inside of a backward pass, the outermost first."""
+    found: list[Policy] = []
+    scope = _OVERRIDE.get()
+    while scope is not None:
+        if scope.task == task:
+            found.append(scope.block.stated)
+        scope = scope.below
+    return found[::-1]
+
+
+class Override:
+    """What `override()` returns: a block for ``with``, and a decorator.
+
+    What was entered stands in the context of the thread or task, so one object may steer several at a time.
+
+    Attributes:
+        stated: What the block states.
+        below: Returns what holds outside of every block.
+    """
+
+    _used = True
+    """Nothing to warn of before it is complete."""
+
+    def __init__(self, stated: Policy, below: Callable[[], Policy]) -> None:
+        self.stated = stated
+        self.below = below
+        self._used = False
+
+    def __enter__(self) -> Policy:
+        self._used = True
+        scope = _entered(self, _OVERRIDE.get(), _backward_pass())
+        _OVERRIDE.set(scope)
+        return scope.policy
+
+    def __exit__(self, *_: object) -> None:
+        _OVERRIDE.set(_left(self, _OVERRIDE.get()))
+
+    def __call__(self, function: _F) -> _F:
+        """Decorate a function, which runs inside the block at each call.
+
+        Raises:
+            OverrideError: It is no function, or a generator, which would run outside.
+        """
+        self._used = True
+        if isinstance(function, type) or not callable(function):
+            got, to_do = type(function).__name__, "decorate its methods"
+        elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            got, to_do = "a generator function", "write the with statement into it"
+        else:
+            return cast("_F", _inside(self, function))
+        raise OverrideError(f"@override() requires a function or a coroutine function; got {got}; {to_do}.")
+
+    def __del__(self) -> None:
+        if not self._used:
+            said = (
+                "override() has no effect on its own: write `with attnroute.override(...):` around the calls"
+            )
+            warnings.warn(said + ", or decorate a function with it.", OverrideWarning, stacklevel=2)
+
+
+def outside_of_graphs(function: Any) -> None:
+    """Make a function a graph break at once: dynamo knows no ContextVar, and would follow far first.
+
+    These are the marks that `torch.compiler.disable` sets; no torch is loaded here.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "enter override() outside of the compiled function"
+
+
+outside_of_graphs(Override.__enter__)
+outside_of_graphs(Override.__exit__)
+
+
+def _inside(block: Override, function: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+
+        @wraps(function)
+        async def steered_later(*args: Any, **given: Any) -> Any:
+            with block:
+                return await function(*args, **given)
+
+        return steered_later
+
+    @wraps(function)
+    def steered(*args: Any, **given: Any) -> Any:
+        with block:
+            return function(*args, **given)
+
+    return steered
+
+
+def _entered(block: Override, below: Scope | None, task: int) -> Scope:
+    policy = merge(block.below() if below is None else below.policy, block.stated)
+    return Scope(block, below, policy, repr(policy.key), task)
+
+
+def _left(block: Override, scope: Scope | None) -> Scope | None:
+    """Return a scope without the innermost entry of a block: generators need not end in the order of `with`.
+
+    Raises:
+        OverrideError: The block was entered in another thread or task.
+    """
+    if scope is None:
+        required = "override() requires a block to be left in the thread or task that entered it"
+        raise OverrideError(f"{required}; got another one; keep the whole with statement in one of them.")
+    if scope.block is block:
+        return scope.below
+    return _entered(scope.block, _left(block, scope.below), scope.task)
+
+
+def _backward_pass() -> int:
+    """Return the number of the backward pass that runs on this thread, -1 outside of one."""
+    # This module loads no torch, and without torch there is no backward pass.
+    core = getattr(sys.modules.get("torch"), "_C", None)
+    return -1 if core is None else int(core._current_graph_task_id())
