@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from attnroute.api import recompute, routes, traced
+from attnroute.api import recompute, routes
 from attnroute.api.arguments import collect, route_key
 from attnroute.api.options import Options
 from attnroute.api.question import Arguments
@@ -17,7 +17,7 @@ from attnroute.scopes import is_scoped
 from attnroute.settings import call_policy, current
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -139,7 +139,10 @@ def attention(
     Warns:
         RerouteWarning: A kernel was refused before its launch; another backend runs such calls from now on.
     """
-    attend = traced.attend if torch.compiler.is_compiling() else _attend
+    attend: Callable[..., Tensor | tuple[Tensor, Tensor]] = _attend
+    if torch.compiler.is_compiling():
+        # Importing it imports dynamo, which a call that compiles nothing does without.
+        from attnroute.api.traced import attend
     return attend(
         query,
         key,
@@ -171,7 +174,7 @@ def _attend(*given: Any) -> Tensor | tuple[Tensor, Tensor]:
     args = collect(Arguments(*arguments))
     policy = current() if backend is None and prefer is None else call_policy(backend, prefer)
     if args.traced:
-        return traced.run(args, policy)
+        return _returned(args, *routes.execute(routes.trace(args, policy), args))
     try:
         where = route_key(args, policy)
         if recompute.hooks(False) is not None or recompute.task() != -1 or recompute.policies or is_scoped():
@@ -187,9 +190,11 @@ def _attend(*given: Any) -> Tensor | tuple[Tensor, Tensor]:
         out, lse = routes.execute(route, args)
     except KernelRefusedError as error:
         out, lse = reroute(error, route, args, policy, where)
-    if not args.return_lse:
-        return out
-    return out, lse.float()  # type: ignore[union-attr]
+    return _returned(args, out, lse)
+
+
+def _returned(args: Arguments, out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    return out if lse is None or not args.return_lse else (out, lse.float())
 
 
 def explain(

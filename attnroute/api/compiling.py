@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
-from attnroute.executors import _first_call, _flex_compile, flex
+from attnroute.executors import _first_call
 from attnroute.report.log import compiling
 from attnroute.settings import explain_mode
 
 if TYPE_CHECKING:
-    from attnroute.executors._flex_compile import Compiled
     from attnroute.executors._inputs import Inputs, Plan
 
 
 def show_progress() -> None:
     """Say on stderr from now on when a structure is compiled, and for how long."""
-    _flex_compile.listen(_say)
-    _first_call.listen(_say_first)
+    _first_call.listen(_say)
 
 
-def _say(found: Compiled, seconds: float | None) -> None:
-    compiling(found.backend, found.name, seconds, explain_mode())
-
-
-def _say_first(backend: str, text: str, seconds: float | None) -> None:
+def _say(backend: str, text: str, seconds: float | None) -> None:
     compiling(backend, text, seconds, explain_mode())
+
+
+def has_compiled() -> bool:
+    """Return whether flex compiled something in this process. Asking imports no compiler."""
+    loaded = sys.modules.get("attnroute.executors._flex_compile")
+    # Another thread may be importing it just now.
+    return bool(getattr(loaded, "entries", tuple)())
 
 
 def seconds(inputs: Inputs, plan: Plan) -> float | None:
     """Return how long the structure of a call took to compile in this process, None where it was not."""
-    if not _flex_compile.entries():
-        return None
+    # Importing these imports dynamo.
+    from attnroute.executors import _flex_compile, flex
+
     found = _flex_compile.compiled(flex.key(inputs, plan))
     return None if found is None or not found.seconds else sum(found.seconds)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attnroute.api import failures, guards, recompute
+from attnroute.api import compiling, failures, guards, recompute
 from attnroute.api.question import Arguments, bias_of, call_of, example_of, extent_of, mask_of
 from attnroute.api.validate import check_extras, check_tensors
 from attnroute.call import AnyNode, Call, FunctionNode, NotNode
@@ -200,11 +200,8 @@ def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Dec
 
 def _with_compile_time(decision: Decision, call: Call, args: Arguments) -> Decision:
     """Say how long the structure of the call took to compile, where it was compiled already."""
-    if decision.selected not in COMPILES:
+    if decision.selected not in COMPILES or not compiling.has_compiled():
         return decision
-    # Imported for calls that need it: FlexAttention takes torch a tenth of a second to import.
-    from attnroute.api import compiling
-
     route = _route(args, call, decision)
     seconds = compiling.seconds(_inputs(route, args), route.plan)
     verdicts = tuple(
@@ -273,8 +270,6 @@ def _route(args: Arguments, call: Call, decision: Decision) -> Route:
         may_reroute=decision.policy.require is None and not decision.policy.strict,
     )
     if verdict.first_call_seconds is not None:
-        from attnroute.api import compiling
-
         compiling.show_progress()
     seen = "recognize_mask" in verdict.repairs
     parts = _parts(mask_of(args), seen, extent_of(args))

@@ -3,6 +3,8 @@
 dynamo follows `attend` down to `_in_graph`, which gets tensors, numbers and words alone. From there on it is
 plain Python that runs on the tracer's tensors, as the rest of attnroute does on real ones, and leaves the
 operators of the kernel in the graph.
+
+This module imports dynamo, so `attention()` imports it where a graph is made and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnroute.api import in_force, routes
-from attnroute.api.question import Arguments
+from attnroute.api import in_force
 from attnroute.biases import ALiBi, Bias, Dense, Softcap
 from attnroute.masks.flat import is_flat, put_together, take_apart
 from attnroute.masks.nodes import Mask
-from attnroute.policy import Policy
 
 Output = Tensor | tuple[Tensor, Tensor]
 _MASK, _BIAS, _SOFTCAP, _SLOPES = 3, 4, 9, 11
@@ -82,19 +82,6 @@ def _settled(value: Any) -> Any:
         return tuple(_settled(part) for part in value)
     kind = {"SymInt": int, "SymFloat": float, "SymBool": bool}.get(type(value).__name__)
     return value if kind is None else kind(value)
-
-
-def run(args: Arguments, policy: Policy) -> Output:
-    """Decide for a tracer's tensors, and run on them.
-
-    Raises:
-        ArgumentError: An argument means nothing.
-        NoBackendError: Nothing may run the call as asked.
-    """
-    out, lse = routes.execute(routes.trace(args, policy), args)
-    if not args.return_lse or lse is None:
-        return out
-    return out, lse.float()
 
 
 def _attend_outside(*given: Any) -> Output:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from attnroute.memory import Memory
+
 NOTABLE_SECONDS: Final = 0.3
 """A first call below this loaded what was compiled before."""
 
@@ -15,7 +17,8 @@ Listener = Callable[[str, str, float | None], None]
 """Told the backend, what is compiled, and None at the start or the seconds that it took."""
 
 _LISTENERS: list[Listener] = []
-_SEEN: set[Hashable] = set()
+_KEPT: Final = 4096
+_SEEN: Memory[Hashable, object] = Memory(_KEPT)
 
 
 def listen(listener: Listener) -> None:
@@ -24,18 +27,21 @@ def listen(listener: Listener) -> None:
         _LISTENERS.append(listener)
 
 
+def tell(backend: str, text: str, seconds: float | None) -> None:
+    """Tell the listeners that something is compiled (None), or how many seconds it took."""
+    for listener in _LISTENERS:
+        listener(backend, text, seconds)
+
+
 def forget() -> None:
     """Start anew, as if nothing had been called."""
-    _SEEN.clear()
+    _SEEN.forget()
 
 
 def is_first(backend: str, code: Hashable) -> bool:
     """Return whether a kernel was not called before; it counts as called then."""
-    place = (backend, code)
-    if place in _SEEN:
-        return False
-    _SEEN.add(place)
-    return True
+    place, own = (backend, code), object()
+    return _SEEN.get(place) is None and _SEEN.keep(place, lambda: own) is own
 
 
 @contextmanager
@@ -46,13 +52,11 @@ def announced(backend: str, text: str) -> Iterator[None]:
         backend: Whose kernel it is.
         text: What is compiled, for people.
     """
-    for listener in _LISTENERS:
-        listener(backend, text, None)
+    tell(backend, text, None)
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
     seconds = time.perf_counter() - start
     if seconds >= NOTABLE_SECONDS:
-        for listener in _LISTENERS:
-            listener(backend, text, seconds)
+        tell(backend, text, seconds)

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from attnroute.errors import NotCompiledError
+from attnroute.executors import _first_call
+from attnroute.memory import Memory
 
 if TYPE_CHECKING:
     from attnroute.executors._flex_program import Blocked, Part
@@ -46,23 +48,16 @@ class Compiled:
 
     name: str
     backend: str = "flex"
-    call: Callable[..., Result] | None = None
+    call: Callable[..., Result] = field(init=False)
     seconds: list[float] = field(default_factory=list)
 
 
-Listener = Callable[[Compiled, float | None], None]
-"""Told when a compilation starts (None) and when it ended (its seconds)."""
+STRUCTURES_KEPT: Final = 512
+"""Structures whose code is kept; each took seconds to compile, and a model has a handful."""
 
-_COMPILED: dict[Hashable, Compiled] = {}
-_LISTENERS: list[Listener] = []
+_COMPILED: Memory[Hashable, Compiled] = Memory(STRUCTURES_KEPT)
 # dynamo remembers which lengths varied under the name of a function, so no name comes twice.
 _NUMBERS: Final = count(1)
-
-
-def listen(listener: Listener) -> None:
-    """Call `listener` around every compilation from now on."""
-    if listener not in _LISTENERS:
-        _LISTENERS.append(listener)
 
 
 def compiled(structure: Hashable) -> Compiled | None:
@@ -77,7 +72,7 @@ def entries() -> tuple[Compiled, ...]:
 
 def forget() -> None:
     """Drop every compiled structure."""
-    _COMPILED.clear()
+    _COMPILED.forget()
 
 
 class Settings(NamedTuple):
@@ -106,11 +101,14 @@ class Settings(NamedTuple):
 def entry(key: Hashable, mask: Part, score: Part, settings: Settings) -> Compiled:
     """Return the entry of a structure; its function is compiled at its first call."""
     found = _COMPILED.get(key)
-    if found is None:
-        name = ", ".join(t for t in (mask.text, score.text) if t) or "no mask"
-        found = _COMPILED[key] = Compiled(name, settings.backend)
-        function = _function(f"flex_{next(_NUMBERS)}", mask, score, settings)
-        found.call = torch.compile(function, backend=_measured(found), fullgraph=True)
+    return _COMPILED.keep(key, lambda: _made(mask, score, settings)) if found is None else found
+
+
+def _made(mask: Part, score: Part, settings: Settings) -> Compiled:
+    name = ", ".join(t for t in (mask.text, score.text) if t) or "no mask"
+    found = Compiled(name, settings.backend)
+    function = _function(f"flex_{next(_NUMBERS)}", mask, score, settings)
+    found.call = torch.compile(function, backend=_measured(found), fullgraph=True)
     return found
 
 
@@ -121,7 +119,7 @@ def run(found: Compiled, qkv: tuple[Tensor, Tensor, Tensor], mask: Blocked, scor
         NotCompiledError: It would run uncompiled, or cannot be compiled.
     """
     try:
-        out, lse = found.call(  # type: ignore[misc]
+        out, lse = found.call(
             *qkv, mask.blocks, mask.part.tensors, mask.part.functions, score.tensors, score.functions
         )
     except NotCompiledError:
@@ -151,8 +149,7 @@ def _allow_second_backward(out: Tensor) -> None:
 
 def _drop(found: Compiled) -> None:
     """Forget a structure that was never compiled: what `torch.compile` made may refuse for ever."""
-    for key in [key for key, known in _COMPILED.items() if known is found and not found.seconds]:
-        del _COMPILED[key]
+    _COMPILED.drop(lambda known: known is found and not found.seconds)
 
 
 _TEMPLATE: Final = """
@@ -288,14 +285,12 @@ def _measured(found: Compiled) -> Callable[..., Any]:
     """Return inductor as a backend that tells the listeners how long it took."""
 
     def backend(graph: Any, inputs: list[Any]) -> Any:
-        for listener in _LISTENERS:
-            listener(found, None)
+        _first_call.tell(found.backend, found.name, None)
         start = time.perf_counter()
         with _buffers_of_its_own():
             result = torch._dynamo.lookup_backend("inductor")(graph, inputs)
         found.seconds.append(time.perf_counter() - start)
-        for listener in _LISTENERS:
-            listener(found, found.seconds[-1])
+        _first_call.tell(found.backend, found.name, found.seconds[-1])
         return result
 
     return backend

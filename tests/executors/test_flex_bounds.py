@@ -14,14 +14,14 @@ from torch import nn
 
 import attnroute
 from attnroute.errors import AttnRouteError, NoBackendError, NotCompiledError
-from attnroute.executors import _flex_compile, _flex_program
+from attnroute.executors import _first_call, _flex_compile, _flex_program
 from attnroute.masks import Causal, Documents, KeyPadding, PrefixLM, Window, mods
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
     monkeypatch.setattr(mods, "_CONSTANTS", set())
-    monkeypatch.setattr(_flex_compile, "_LISTENERS", [])
+    monkeypatch.setattr(_first_call, "_LISTENERS", [])
     _flex_compile.forget()
     yield
     _flex_compile.forget()
@@ -152,9 +152,9 @@ def test_forty_structures_do_not_share_the_limit_of_dynamo(traced_only):
 )
 def test_listeners_hear_start_and_end_and_what_it_is(traced_only, mask, rest, name):
     heard = []
-    listener = lambda entry, seconds: heard.append((entry.name, seconds))  # noqa: E731
+    listener = lambda _, name, seconds: heard.append((name, seconds))  # noqa: E731
     for _ in range(2):
-        _flex_compile.listen(listener)
+        _first_call.listen(listener)
     for _ in range(2):
         flex(mask, **rest)
     (start, end), (entry,) = heard, _flex_compile.entries()

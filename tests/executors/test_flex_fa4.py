@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import attnroute
 from attnroute import masks
 from attnroute.errors import AttnRouteError, NotCompiledError
-from attnroute.executors import _flex_compile, flex, flex_fa4
+from attnroute.executors import _first_call, _flex_compile, flex, flex_fa4
 from attnroute.executors._inputs import Inputs, Plan
 
 FLASH = (("BACKEND", "FLASH"),)
@@ -46,7 +46,7 @@ def graphs(monkeypatch):
     """dynamo's graphs, which run as they are: milliseconds instead of seconds."""
     found = []
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda g, _: found.append(g) or g.forward)
-    monkeypatch.setattr(_flex_compile, "_LISTENERS", [])
+    monkeypatch.setattr(_first_call, "_LISTENERS", [])
     _flex_compile.forget()
     yield found
     _flex_compile.forget()
@@ -135,7 +135,7 @@ def test_profiles_show_the_backend(backend):
 @pytest.mark.parametrize("backend", EXECUTORS)
 def test_listeners_hear_whose_code_is_compiled(backend):
     heard = []
-    _flex_compile.listen(lambda found, seconds: heard.append((found.backend, found.name, seconds is None)))
+    _first_call.listen(lambda backend, name, seconds: heard.append((backend, name, seconds is None)))
     run(inputs_of(masks.Causal()), backend)
     assert heard == [(backend, "j <= i", True), (backend, "j <= i", False)]
 

@@ -1,0 +1,53 @@
+"""What a call imports: no compiler where nothing compiles, so that it runs where a compiler cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CALLS = {
+    "plain": "attention(q, q, q)",
+    "causal": "attention(q, q, q, is_causal=True, window=(3, 0))",
+    "training": "attention(t, t, t, dropout_p=0.1).sum().backward()",
+    "padding": "attention(t, t, t, masks.KeyPadding(lengths=[5])).sum().backward()",
+    "dense": "attention(q, q, q, torch.ones(8, 8, dtype=torch.bool).tril())",
+    "bias": "attention(t, t, t, bias=torch.zeros(8, 8, requires_grad=True)).sum().backward()",
+    "sink": "attention(t, t, t, sink=torch.zeros(2, requires_grad=True)).sum().backward()",
+    "functions": (
+        "attention(t, t, t, ~masks.Function(lambda b, h, i, j: j > i),"
+        " bias=biases.Function(lambda s, b, h, i, j: s * 2)).sum().backward()"
+    ),
+    "score features": "attention(q, q, q, softcap=3.0, alibi_slopes=torch.ones(2), return_lse=True)",
+    "thd": (
+        "attention(q[0], q[0], q[0], layout='thd', is_causal=True,"
+        " cu_seqlens_q=torch.tensor([0, 2], dtype=torch.int32))"
+    ),
+    "every core backend": (
+        "[attention(t, t, t, backend=b).sum().backward() for b in ('flash', 'chunked', 'math')]"
+    ),
+    "override": "exec('with attnroute.override(backend=\"chunked\"): attention(q, q, q)')",
+    "vmap": "torch.vmap(lambda x: attention(x, x, x))(torch.randn(3, 1, 2, 8, 4))",
+    "explain": "str(attnroute.explain(q, q, q))",
+    "explain flex": "str(attnroute.explain(q, q, q, is_causal=True, backend='flex'))",
+}
+SCRIPT = """
+import sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch._dynamo", "torch._inductor", "torch.nn.attention.flex_attention"):
+            raise OSError(30, "Read-only file system", name)
+sys.meta_path.insert(0, Watch())
+import torch, attnroute
+from attnroute import attention, biases, masks
+q = torch.randn(1, 2, 8, 4)
+t = q.clone().requires_grad_()
+"""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_imports_no_compiler(call):
+    program = SCRIPT + CALLS[call]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
