@@ -25,6 +25,12 @@ KERNEL_CASES = [
     ),
     Case(
         f"{KERNELS}/window-9-14-0",
+        "sm_90",
+        window(64, 64) | lengths(1088, 1088) | cudnn("9.14.0"),
+        window(64, 0),
+    ),
+    Case(
+        f"{KERNELS}/window-9-14-0",
         "sm_80",
         window(64, 64) | lengths(1088, 1088) | cudnn("9.14.0"),
         cudnn("9.14.1"),
@@ -129,6 +135,21 @@ KERNEL_CASES_90 = [
         TRAINING | dims(160, 128) | cudnn("9.11.0"),
         dims(192, 128),
     ),
+    *(
+        Case(
+            f"{KERNELS_90}/backward-unequal-head-dims-9-11",
+            "sm_90",
+            TRAINING | dims(*refused) | cudnn("9.12.0"),
+            dims(*taken),
+        )
+        for refused, taken in [
+            ((136, 96), (128, 96)),
+            ((160, 72), (160, 64)),
+            ((192, 96), (200, 96)),
+            ((128, 136), (120, 136)),
+            ((256, 128), (256, 120)),
+        ]
+    ),
     Case(
         f"{KERNELS_90}/deterministic-workspace",
         "sm_90",
@@ -169,6 +190,28 @@ DECODE_CASES = [
         "sm_110",
         DETERMINISTIC | cudnn("9.12.0"),
         TRAINING | {"deterministic": False},
+    ),
+]
+SM_103 = "shared/cudnn_fe_sm_103"
+SM_103_CASES = [
+    Case(f"{SM_103}/arch-before-9-11", "sm_103", cudnn("9.10.2"), cudnn("9.11.0")),
+    Case(
+        f"{SM_103}/hang-long-keys-bottom-right-9-21",
+        "sm_103",
+        lengths(512, 4096) | causal("bottom_right") | cudnn("9.21.0"),
+        cudnn("9.22.0"),
+    ),
+    Case(
+        f"{SM_103}/hang-long-keys-bottom-right-9-21",
+        "sm_103",
+        lengths(512, 4096) | window(2048, 0, "bottom_right") | cudnn("9.21.1"),
+        lengths(4096, 4096),
+    ),
+    Case(
+        f"{SM_103}/hang-long-keys-bottom-right-9-21",
+        "sm_103",
+        lengths(512, 4096) | causal("bottom_right") | cudnn("9.21.0"),
+        causal("top_left"),
     ),
 ]
 SLOW_CASES = [

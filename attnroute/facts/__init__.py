@@ -102,6 +102,10 @@ FACTS: Final[dict[str, str]] = {
     "causal": "the mask has a causal node; those inside a disjunction or a negation do not count",
     "window": "the mask has a window node; those inside a disjunction or a negation do not count",
     "window_right_open": "the mask has a window node whose right side is open and no causal node",
+    "window_looks_ahead": (
+        "the mask has a window node, no causal node, and the window's right side is open or above 0: queries "
+        "attend keys behind the diagonal"
+    ),
     "documents": "the mask has a documents node; those inside a disjunction or a negation do not count",
     "key_padding": "the mask has a key padding node; those inside a disjunction or a negation do not count",
     "prefix": "the mask has a prefix node; those inside a disjunction or a negation do not count",
@@ -254,6 +258,7 @@ def _mask(call: Call) -> Facts:
         "causal": causal,
         "window": bool(windows),
         "window_right_open": any(n.right is None for n in windows) and not causal,
+        "window_looks_ahead": bool(windows) and not causal and all(n.right != 0 for n in windows),
         "documents": any(isinstance(n, DocumentsNode) for n in nodes),
         "key_padding": any(isinstance(n, KeyPaddingNode) for n in nodes),
         "prefix": any(isinstance(n, PrefixNode) for n in nodes),

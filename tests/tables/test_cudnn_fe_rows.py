@@ -14,6 +14,7 @@ from cudnn_kernel_cases import (
     KERNEL_CASES_90,
     KERNELS,
     SLOW_CASES,
+    SM_103_CASES,
     cudnn,
 )
 from row_sides import (
@@ -55,6 +56,7 @@ CASES = [
     *DECODE_CASES,
     *AMPERE_CASES,
     *SLOW_CASES,
+    *SM_103_CASES,
     Case("any/cudnn_fe/dtype", "sm_90", {"dtype": "float32"}, {"dtype": "float16"}),
     Case("any/cudnn_fe/query-not-empty", "sm_90", lengths(0, 8), lengths(2, 8)),
     Case("any/cudnn_fe/keys-not-empty", "sm_90", lengths(8, 0), lengths(8, 8)),
@@ -109,7 +111,8 @@ CASES = [
         dims(192, 128),
     ),
     Case(f"{SM_10X}/backward-head-dim", "sm_100", TRAINING | dims(256, 128), dims(256)),
-    Case(f"{SM_10X}/backward-head-dim", "sm_107", TRAINING | dims(256) | window(64, 0), {"mask": ()}),
+    Case(f"{SM_10X}/backward-head-dim", "sm_107", TRAINING | dims(256) | window(64, 64), {"mask": ()}),
+    Case(f"{SM_10X}/backward-head-dim", "sm_100", TRAINING | dims(256) | window(None, 64), window(64, 0)),
     Case(
         f"{SM_10X}/backward-256-ragged-before-9-25",
         "sm_100",

@@ -12,6 +12,7 @@ from cudnn_kernel_cases import (
     KERNEL_CASES,
     KERNEL_CASES_90,
     SLOW_CASES,
+    SM_103_CASES,
     cudnn,
 )
 from row_sides import (
@@ -26,6 +27,7 @@ from row_sides import (
     dims,
     lengths,
     rows_of,
+    strides,
     takes,
     verdict,
     window,
@@ -54,6 +56,7 @@ CASES = [
     *DECODE_CASES,
     *AMPERE_CASES,
     *SLOW_CASES,
+    *SM_103_CASES,
     Case("any/te/dtype", "sm_90", {"dtype": "float32"}, {"dtype": "float16"}),
     Case("any/te/query-not-empty", "sm_90", lengths(0, 8), lengths(2, 8)),
     Case("any/te/keys-not-empty", "sm_90", lengths(8, 0), lengths(8, 8)),
@@ -120,7 +123,10 @@ CASES = [
     Case(
         f"{SM_10X}/backward-head-dim-before-2-18", "sm_100", TRAINING | dims(256) | te("2.17.1"), te("2.18.0")
     ),
-    Case(f"{SM_10X}/backward-head-dim", "sm_100", TRAINING | dims(256) | window(64, 0), {"mask": ()}),
+    Case("any/te/misaligned", "sm_90", strides(aligned_16=False), strides()),
+    Case(f"{SM_10X}/backward-head-dim", "sm_100", TRAINING | dims(256) | window(64, 64), {"mask": ()}),
+    Case(f"{SM_10X}/backward-head-dim", "sm_103", TRAINING | dims(256) | window(64, None), window(64, 0)),
+    Case(f"{SM_10X}/backward-head-dim", "sm_100", TRAINING | dims(192) | window(64, 0), dims(256)),
     Case(
         f"{SM_10X}/backward-256-ragged-before-9-25",
         "sm_100",
@@ -169,6 +175,8 @@ def has_heads(sm, cudnn_release, te_release, qk, v, *, training):
     """What TransformerEngine's table says of head dims, for more than one query and without options."""
     if sm == 120 and cudnn_release < (9, 18, 1):
         return False
+    if sm == 103 and cudnn_release < (9, 11):
+        return False  # Not of the table: cuDNN came to this card later.
     if max(qk, v) <= 128:
         return True
     if not training:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from row_sides import THD, TRAINING, Case, check_sides, dims, lengths, strides
+from row_sides import THD, TRAINING, Case, causal, check_sides, dims, lengths, strides
 
 COMPILED = {"context": {"compiled": True}}
 LOOSE = strides(packed=False)
@@ -17,7 +17,12 @@ def heads(q, kv=None):
     return {"num_heads_q": q, "num_heads_kv": q if kv is None else kv}
 
 
+def cudnn(release):
+    return {"versions": {"cudnn": release}}
+
+
 FLEX = "shared/flex_triton"
+UNEQUAL = "sm_90/cudnn/backward-unequal-head-dims-9-11"
 CASES = {
     "flash": [
         Case(
@@ -40,7 +45,57 @@ CASES = {
             lengths(900_000, 900_000),
         ),
     ],
+    "cudnn": [
+        Case("sm_107/cudnn/arch-before-9-25", "sm_107", cudnn("9.24.1"), cudnn("9.25.0")),
+        Case("sm_103/cudnn/arch-before-9-11", "sm_103", cudnn("9.10.2"), cudnn("9.11.0")),
+        Case(
+            "sm_90/cudnn/backward-nan-keys-64-mod-128-more-queries",
+            "sm_90",
+            TRAINING | causal() | lengths(384, 320) | torch("2.15.0"),
+            lengths(320, 320),
+        ),
+        Case(
+            "sm_90/cudnn/backward-nan-keys-64-mod-128-more-queries",
+            "sm_90",
+            TRAINING | causal() | lengths(384, 320),
+            cudnn("9.26.0"),
+        ),
+        Case(UNEQUAL, "sm_90", TRAINING | dims(256, 128) | cudnn("9.12.0"), cudnn("9.13.0")),
+        Case(UNEQUAL, "sm_90", TRAINING | dims(160, 96) | cudnn("9.11.0"), {"phase": "inference"}),
+        Case(UNEQUAL, "sm_90", TRAINING | dims(192, 96) | cudnn("9.11.0"), dims(192, 128)),
+        Case(UNEQUAL, "sm_90", TRAINING | dims(128, 256) | cudnn("9.12.0"), dims(128, 120)),
+    ],
     "efficient": [
+        Case(
+            "any/efficient/key-offset-32-bit",
+            "sm_90",
+            dims(128) | heads(32) | lengths(4096, 524416),
+            lengths(4096, 524288),
+        ),
+        Case(
+            "any/efficient/key-offset-32-bit",
+            "sm_75",
+            LOOSE | dims(64) | heads(4) | lengths(64, 65536) | {"batch": 64, "dtype": "float16"},
+            strides(packed=True),
+        ),
+        Case(
+            "any/efficient/head-offset-32-bit",
+            "sm_120",
+            dims(128) | heads(32, 1) | lengths(1_048_704, 4096),
+            lengths(1_048_576, 4096),
+        ),
+        Case(
+            "any/efficient/backward-query-offset-32-bit",
+            "sm_90",
+            TRAINING | dims(128) | heads(32, 1) | lengths(524416, 4096) | torch("2.8.0"),
+            torch("2.9.0"),
+        ),
+        Case(
+            "any/efficient/backward-query-offset-32-bit",
+            "sm_90",
+            TRAINING | dims(128) | heads(32, 1) | lengths(524416, 4096) | torch("2.7.1"),
+            {"phase": "inference"},
+        ),
         Case(
             "any/efficient/compiled-backward-grid-batch",
             "sm_90",
