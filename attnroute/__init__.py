@@ -17,19 +17,38 @@ if TYPE_CHECKING:
     from attnroute.engine.decide import decide
     from attnroute.engine.decision import Decision, Verdict
     from attnroute.engine.finding import Finding
-    from attnroute.errors import AttnRouteError, NoBackendError
+    from attnroute.errors import (
+        ArgumentError,
+        AttnRouteError,
+        KernelRefusedError,
+        NoBackendError,
+        NotCompiledError,
+        OverrideError,
+        OverrideWarning,
+        QuadraticAttentionWarning,
+        RerouteWarning,
+        TableError,
+    )
     from attnroute.host import Host
     from attnroute.policy import Policy
     from attnroute.settings import override
 
 _HOMES = {
+    "ArgumentError": "attnroute.errors",
     "AttnRouteError": "attnroute.errors",
     "Call": "attnroute.call",
     "Decision": "attnroute.engine.decision",
     "Finding": "attnroute.engine.finding",
     "Host": "attnroute.host",
+    "KernelRefusedError": "attnroute.errors",
     "NoBackendError": "attnroute.errors",
+    "NotCompiledError": "attnroute.errors",
+    "OverrideError": "attnroute.errors",
+    "OverrideWarning": "attnroute.errors",
     "Policy": "attnroute.policy",
+    "QuadraticAttentionWarning": "attnroute.errors",
+    "RerouteWarning": "attnroute.errors",
+    "TableError": "attnroute.errors",
     "Verdict": "attnroute.engine.decision",
     "attention": "attnroute.api",
     "decide": "attnroute.engine.decide",
@@ -38,13 +57,21 @@ _HOMES = {
 }
 
 __all__ = [
+    "ArgumentError",
     "AttnRouteError",
     "Call",
     "Decision",
     "Finding",
     "Host",
+    "KernelRefusedError",
     "NoBackendError",
+    "NotCompiledError",
+    "OverrideError",
+    "OverrideWarning",
     "Policy",
+    "QuadraticAttentionWarning",
+    "RerouteWarning",
+    "TableError",
     "Verdict",
     "__version__",
     "attention",

@@ -6,7 +6,6 @@ function, then the mask, then the sink. Importing this module loads no torch.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +53,15 @@ class Bias(ABC):
     def __radd__(self, other: object) -> Bias:
         """Refuse what is no bias object."""
         raise _not_a_bias(other)
+
+    def __bool__(self) -> bool:
+        """A bias is neither true nor false.
+
+        Raises:
+            ArgumentError: Always; ``and`` and ``or`` would drop a bias without a word.
+        """
+        to_do = "combine biases with +, and compare with `is None`"
+        raise argument_error("bool(bias)", "a value that is true or false", repr(self), to_do)
 
     def __eq__(self, other: object) -> bool:
         """Tensors are equal when they are the same tensor."""
@@ -144,11 +152,7 @@ class Softcap(Bias):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        fits = isinstance(self.value, int | float) and math.isfinite(self.value) and self.value >= 0.0
-        if not fits:
-            got = type(self.value).__name__ if checks.is_tensor(self.value) else repr(self.value)
-            required = "a finite Python number of at least 0"
-            raise argument_error("bias Softcap", required, got, "pass 0.0 to switch it off")
+        checks.softcap("bias Softcap", self.value, "Python number")
 
     def _identity(self) -> object:
         return self.value
@@ -179,8 +183,9 @@ class Sum(Bias):
 
 def _floats(name: str, tensor: object, to_do: str) -> None:
     if not (checks.is_tensor(tensor) and tensor.is_floating_point()):
-        got = tensor.dtype if checks.is_tensor(tensor) else type(tensor).__name__
+        got = tensor.dtype if checks.is_tensor(tensor) else checks.kind_of(tensor)
         raise argument_error(name, "a floating-point tensor", got, to_do)
+    checks.strided(name, tensor)
 
 
 def _not_a_bias(other: object) -> ArgumentError:

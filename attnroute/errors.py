@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from attnroute.engine.decision import Decision
 
+_SHOWN = 400
+"""Characters of what was given that a message repeats."""
+
 
 class AttnRouteError(Exception):
     """Base of every error that attnroute raises on purpose."""
@@ -16,8 +19,11 @@ class AttnRouteError(Exception):
     exit_code: ClassVar[int] = 1
 
 
-class ArgumentError(AttnRouteError, ValueError):
-    """An argument is malformed: the message names it, what is required, what was got and what to do."""
+class ArgumentError(AttnRouteError, ValueError, RuntimeError):
+    """An argument is malformed: the message names it, what is required, what was got and what to do.
+
+    A `ValueError`, and a `RuntimeError` too, which is what scaled_dot_product_attention raises.
+    """
 
     exit_code: ClassVar[int] = 2
 
@@ -79,7 +85,7 @@ class RerouteWarning(UserWarning):
 
 
 class OverrideWarning(UserWarning):
-    """An `ATTNROUTE_*` variable that attnroute does not know."""
+    """An `ATTNROUTE_*` variable that attnroute does not know, or an `override()` that nobody entered."""
 
 
 def argument_error(argument: str, required: str, got: object, to_do: str) -> ArgumentError:
@@ -91,7 +97,17 @@ def argument_error(argument: str, required: str, got: object, to_do: str) -> Arg
         got: What was given.
         to_do: What the caller can do, as an imperative clause without a full stop.
     """
-    return ArgumentError(f"{argument} requires {required}; got {got}; {to_do}.")
+    return ArgumentError(f"{argument} requires {required}; got {_shown(got)}; {to_do}.")
+
+
+def _shown(got: object) -> str:
+    """Say what was given, of long texts the beginning."""
+    try:
+        text = str(got)
+    except ValueError:
+        # Python writes out no integer of thousands of digits.
+        return f"an {type(got).__name__} of more digits than Python writes out"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -159,11 +159,11 @@ ARGUMENTS = {
     ),
     "a mask of no known type": (
         {"mask": [[True]]},
-        "mask requires a bool tensor, a float tensor or a mask object; got list; see attnroute.masks.",
+        "mask requires .* or a mask object; got list; see attnroute.masks: convert it with torch.tensor.",
     ),
     "a mask class without arguments": (
         {"mask": masks.Causal},
-        "mask requires .* or a mask object; got (ABCMeta|type);",
+        r"mask requires .* or a mask object; got the class Causal; .*make one of it, masks.Causal\(...\)\.",
     ),
     "documents that do not fit": (
         {"mask": masks.Documents(lengths=[3, 2])},

@@ -206,15 +206,15 @@ FORMS = {
     ),
     "a list of biases": (
         {"bias": [biases.Softcap(1.0)]},
-        "bias requires a floating-point tensor or a bias object; got list; see attnroute.biases.",
+        "bias requires .* or a bias object; got list; see attnroute.biases: convert it with torch.tensor.",
     ),
     "a bias class without arguments": (
         {"bias": biases.ALiBi},
-        "bias requires a floating-point tensor or a bias object; got ABCMeta; see",
+        "bias requires .* or a bias object; got the class ALiBi; see .*: make one of it, biases.ALiBi",
     ),
     "a bias function without its object": (
         {"bias": math.exp},
-        "bias requires a floating-point tensor or a bias object; got builtin_function_or_method; see",
+        "bias requires .* or a bias object; got builtin_function_or_method; see .*: wrap it, biases.F",
     ),
     "a mask object as bias": (
         {"bias": masks.Causal()},
@@ -248,7 +248,7 @@ FORMS = {
     ),
     "a mask_mod without its object": (
         {"mask": causal},
-        "mask requires a bool tensor, a float tensor or a mask object; got function; see",
+        "mask requires .* or a mask object; got function; see attnroute.masks: wrap it, masks.Function",
     ),
 }
 

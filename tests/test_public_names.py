@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import attnroute
+from attnroute import errors
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -69,3 +70,16 @@ def test_the_examples_of_the_page_about_arguments_run() -> None:
         names: dict[str, Any] = {}
         exec(compile(example, str(page), "exec"), names)
         assert names["out"].shape == names["query"].shape
+
+
+def test_every_documented_error_and_warning_is_public() -> None:
+    documented = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == errors.__name__
+    }
+    assert documented <= set(attnroute.__all__)
+    assert all(getattr(attnroute, name) is getattr(errors, name) for name in documented)
+    assert all(
+        issubclass(getattr(errors, name), attnroute.AttnRouteError | Warning) for name in sorted(documented)
+    )

@@ -96,7 +96,8 @@ def attention(
         is_causal: Causal as well; holds together with `mask`. In layout thd it holds within each sequence.
         causal_alignment: "top_left" (as scaled_dot_product_attention) or "bottom_right" (as flash-attn).
             Must be stated for `is_causal` and `window` when seqlen_q != seqlen_kv, and in layout thd when
-            `cu_seqlens_kv` is another tensor than `cu_seqlens_q`.
+            `cu_seqlens_kv` is another tensor than `cu_seqlens_q`. Beside neither it is refused: mask objects
+            have a corner of their own.
         window: (left, right) counts of keys beside the diagonal, both inclusive, None = open. A
             configuration that says ``sliding_window = W`` means ``(W - 1, 0)``. In layout thd it holds
             within each sequence.
@@ -121,7 +122,7 @@ def attention(
             gradients are asked for True needs that switch on: the backward of torch's kernels reads only it.
         return_lse: Also return the log-sum-exp.
         backend: The only backend that may run this call.
-        prefer: One or more backends to try first.
+        prefer: One or more backends to try first; not beside `backend`.
 
     Returns:
         (batch, num_heads_q, seqlen_q, head_dim_v) in the dtype of the query and the given layout; (total_q,
@@ -170,6 +171,10 @@ def attention(
 
 
 def _attend(*given: Any) -> Tensor | tuple[Tensor, Tensor]:
+    if torch.is_inference_mode_enabled() and torch.is_grad_enabled():
+        # Nothing is recorded there, whatever `torch.enable_grad` says, but autograd functions would try to.
+        with torch.no_grad():
+            return _attend(*given)
     *arguments, backend, prefer = given
     args = collect(Arguments(*arguments))
     policy = current() if backend is None and prefer is None else call_policy(backend, prefer)

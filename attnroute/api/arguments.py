@@ -9,8 +9,10 @@ from attnroute.api.forms import TORCH_MASKS, take_bias, take_mask
 from attnroute.api.packed import pack, refuse_lengths
 from attnroute.api.question import Arguments, places
 from attnroute.api.transforms import active_transform, has_dispatch_mode, may_be_transformed
+from attnroute.api.validate import check_flags, instead
 from attnroute.errors import ArgumentError, argument_error
 from attnroute.masks import Dense, Mask
+from attnroute.masks.checks import LARGEST, kind_of
 from attnroute.masks.look import LOOK_THRESHOLD, look_into
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import tensor_key
@@ -18,6 +20,7 @@ from attnroute.masks.tracing import is_traced
 from attnroute.policy import Policy
 
 DEVICES = ("cpu", "cuda")
+_SWITCH = (type(None), bool)
 _ALIGNMENT_BITS = 15
 
 
@@ -36,6 +39,13 @@ def collect(args: Arguments) -> Arguments:
     if device_type not in DEVICES:
         to_do = "move query, key and value to one of them"
         raise argument_error("query", f"a device among {', '.join(DEVICES)}", query.device, to_do)
+    if (
+        args.causal_alignment is not None
+        or args.is_causal.__class__ is not bool
+        or args.return_lse.__class__ is not bool
+        or args.deterministic.__class__ not in _SWITCH
+    ):
+        check_flags(args)
     if args.mask is not None and type(args.mask).__name__ in TORCH_MASKS:
         take_mask(args)
     if args.bias is not None and type(args.bias) is not Tensor:
@@ -46,7 +56,7 @@ def collect(args: Arguments) -> Arguments:
         refuse_lengths(args)
     if torch.is_autocast_enabled(device_type):
         _autocast(args, torch.get_autocast_dtype(device_type))
-    args.training = torch.is_grad_enabled() and _requires_grad(args)
+    args.training = torch.is_grad_enabled() and _requires_grad(args) and not torch.is_inference_mode_enabled()
     strictly = (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -104,10 +114,12 @@ def route_key(args: Arguments, policy: Policy) -> tuple[object, ...]:
         None if args.bias is None else _bias_key(args.bias),
         args.is_causal,
         args.causal_alignment,
-        args.window,
-        args.scale if args.scale is None else (args.scale > 0, args.scale < 0, args.scale * 0 == 0),
+        args.window if args.window is None else (args.window, *map(type, args.window)),
+        args.scale if args.scale is None else _scale_key(args.scale),
         args.softcap,
+        type(args.softcap),
         args.dropout_p,
+        type(args.dropout_p),
         None if args.sink is None else _bias_key(args.sink),
         None if args.alibi_slopes is None else _bias_key(args.alibi_slopes),
         None if args.score_mod is None else any(t.requires_grad for t in args.captured),
@@ -119,12 +131,18 @@ def route_key(args: Arguments, policy: Policy) -> tuple[object, ...]:
     )
 
 
+def _scale_key(scale: float) -> tuple[object, ...]:
+    """Return what a decision and the checks depend on: numbers of two types may be equal."""
+    kind = type(scale)
+    return (kind, scale > 0, scale < 0, isinstance(scale, int | float) and abs(scale) <= LARGEST)
+
+
 def _mask_key(args: Arguments, policy: Policy) -> object:
     mask = args.mask
     if mask is None:
         return None
     if isinstance(mask, Tensor):
-        return (*_tensor_key(mask), _seen(mask, args, policy))
+        return (*tensor_key(mask), _seen(mask, args, policy))
     if isinstance(mask, Mask):
         return tuple(_node_key(node, args, policy) for node in mask.nodes)
     return ("not a mask", id(mask))
@@ -132,16 +150,12 @@ def _mask_key(args: Arguments, policy: Policy) -> object:
 
 def _node_key(node: Mask, args: Arguments, policy: Policy) -> object:
     if isinstance(node, Dense):
-        return ("dense", *_tensor_key(node.tensor), _seen(node.tensor, args, policy))
+        return ("dense", *tensor_key(node.tensor), _seen(node.tensor, args, policy))
     return node.key()
 
 
-def _tensor_key(tensor: Tensor) -> tuple[object, ...]:
-    return (*tensor_key(tensor), tensor.device)
-
-
 def _bias_key(bias: object) -> object:
-    return _tensor_key(bias) if isinstance(bias, Tensor) else ("not a tensor", id(bias))
+    return tensor_key(bias) if isinstance(bias, Tensor) else ("not a tensor", id(bias))
 
 
 def _seen(mask: Tensor, args: Arguments, policy: Policy) -> object:
@@ -168,7 +182,7 @@ def _not_deterministic() -> ArgumentError:
 def _not_a_tensor(query: object, key: object, value: object) -> ArgumentError:
     named = (("query", query), ("key", key), ("value", value))
     name, wrong = next((n, t) for n, t in named if not isinstance(t, Tensor))
-    return argument_error(name, "a torch.Tensor", type(wrong).__name__, "convert it")
+    return argument_error(name, "a torch.Tensor", kind_of(wrong), instead(wrong))
 
 
 def _autocast(args: Arguments, dtype: torch.dtype) -> None:

@@ -23,7 +23,8 @@ def take_mask(args: Arguments) -> None:
     given = args.mask
     if not type(given).__module__.startswith("torch."):
         return
-    args.mask = from_torch(given) or given
+    taken = from_torch(given)
+    args.mask = given if taken is None else taken
     if isinstance(given, Tensor):
         _check_lengths(given, args)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnroute import fits
 from attnroute.api.validate import check_alignment, check_number_of_dims, check_window
 from attnroute.errors import argument_error
-from attnroute.masks.checks import is_number
+from attnroute.masks.checks import is_number, strided
 from attnroute.masks.ragged import Ragged
 from attnroute.masks.sequences import check_sums
 from attnroute.masks.tensors import is_wrapped, remember
@@ -91,6 +91,7 @@ def _check_sum(name: str, sums: object, args: Arguments) -> None:
     to_do = "pass [0, end of the first sequence, ..., end of the last]"
     if not isinstance(sums, Tensor):
         raise argument_error(name, required, "None" if sums is None else type(sums).__name__, to_do)
+    strided(name, sums)
     if sums.dtype not in (torch.int32, torch.int64) or sums.dim() != 1 or sums.shape[0] < 2:
         raise argument_error(name, required, f"{sums.dtype} of shape {tuple(sums.shape)}", to_do)
     if sums.device.type != "cpu" and sums.device != args.query.device:

@@ -182,7 +182,7 @@ def _nodes(mask: Mask | None, extent: Extent, *, look: bool) -> tuple[MaskNode, 
 
 
 def _bias(args: Arguments, bias: Tensor | None) -> Bias | None:
-    follows = torch.is_grad_enabled()
+    follows = args.training
     if args.score_mod is not None:
         return FunctionBias(requires_grad=follows and any(t.requires_grad for t in args.captured))
     if args.alibi_slopes is not None:

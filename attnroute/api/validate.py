@@ -11,6 +11,7 @@ from torch import Tensor
 from attnroute import fits
 from attnroute.biases import Bias
 from attnroute.errors import argument_error
+from attnroute.masks import checks
 from attnroute.masks.nodes import Mask
 from attnroute.masks.tensors import check_dense
 from attnroute.vocabulary import DTYPES
@@ -71,6 +72,29 @@ def check_extras(args: Arguments, extent: Extent) -> None:
     _check_one_bias(args)
 
 
+def check_flags(args: Arguments) -> None:
+    """Check what is True or False, and that a corner has a diagonal beside it.
+
+    Raises:
+        ArgumentError: Another value would be taken for one of them; a corner alone says nothing.
+    """
+    flags = (("is_causal", args.is_causal), ("return_lse", args.return_lse))
+    for name, value in (
+        *flags,
+        ("deterministic", False if args.deterministic is None else args.deterministic),
+    ):
+        if not isinstance(value, bool):
+            required = "True or False" + (", or None" if name == "deterministic" else "")
+            raise argument_error(
+                name, required, f"{value!r} ({checks.kind_of(value)})", "pass a bool, e.g. bool(value)"
+            )
+    if args.causal_alignment is not None and not args.is_causal and args.window is None:
+        required = "is_causal=True or window= beside it, whose diagonal it is"
+        got = f"{args.causal_alignment!r} and neither"
+        to_do = "leave it out, or write it into the mask object: masks.Causal(alignment)"
+        raise argument_error("causal_alignment", required, got, to_do)
+
+
 def check_number_of_dims(name: str, tensor: object, layout: str) -> None:
     """Check that an argument is a dense tensor with the dimensions of a layout.
 
@@ -78,7 +102,7 @@ def check_number_of_dims(name: str, tensor: object, layout: str) -> None:
         ArgumentError: It is not.
     """
     if not isinstance(tensor, Tensor):
-        raise argument_error(name, "a torch.Tensor", type(tensor).__name__, "convert it")
+        raise argument_error(name, "a torch.Tensor", checks.kind_of(tensor), instead(tensor))
     if tensor.is_nested or tensor.layout != torch.strided:
         to_do = 'pack the sequences and pass layout="thd", or masks.Documents(cu_seqlens=...)'
         raise argument_error(name, "a dense strided tensor", "a nested or sparse one", to_do)
@@ -129,22 +153,18 @@ def _check_shapes(args: Arguments) -> None:
 def _check_numbers(args: Arguments) -> None:
     numbers = (("scale", args.scale), ("softcap", args.softcap), ("dropout_p", args.dropout_p))
     for name, value in numbers:
-        if value is None and name == "scale":
-            continue
-        if isinstance(value, Tensor) or not isinstance(value, int | float):
-            raise argument_error(
-                name, "a Python number", type(value).__name__, "pass value.item() or a constant"
-            )
-    if args.scale is not None and not math.isfinite(args.scale):
-        raise argument_error("scale", "a finite number", args.scale, "pass None for head_dim_qk ** -0.5")
+        if not (checks.is_plain_number(value) or (value is None and name == "scale")):
+            to_do = "pass value.item() or a constant"
+            raise argument_error(name, "a Python number", checks.kind_of(value), to_do)
+    if args.scale is not None and not abs(args.scale) <= checks.LARGEST:
+        is_finite = abs(args.scale) < math.inf
+        required = f"a number of float32, at most {checks.LARGEST:.3g}" if is_finite else "a finite number"
+        raise argument_error("scale", required, args.scale, "pass None for head_dim_qk ** -0.5")
     if not 0.0 <= args.dropout_p < 1.0:
         raise argument_error(
             "dropout_p", "a probability in [0, 1)", args.dropout_p, "pass 0.0 to switch it off"
         )
-    if not (args.softcap >= 0.0 and math.isfinite(args.softcap)):
-        raise argument_error(
-            "softcap", "a finite number of at least 0", args.softcap, "pass 0.0 to switch it off"
-        )
+    checks.softcap("softcap", args.softcap)
 
 
 def _check_causal(args: Arguments, extent: Extent) -> None:
@@ -174,7 +194,7 @@ def check_window(window: object) -> None:
         ArgumentError: It is no pair of counts.
     """
     sides = window if isinstance(window, tuple) and len(window) == 2 else (window,)
-    if len(sides) != 2 or not all(side is None or (isinstance(side, int) and side >= 0) for side in sides):
+    if len(sides) != 2 or not all(side is None or checks.is_count(side) for side in sides):
         to_do = "pass (W - 1, 0) for a sliding window of W keys"
         raise argument_error(
             "window", "a tuple (left, right) of counts of at least 0 or None", repr(window), to_do
@@ -193,9 +213,10 @@ def _check_mask(args: Arguments, extent: Extent) -> None:
         raise argument_error(
             "mask",
             "a bool tensor, a float tensor or a mask object",
-            type(mask).__name__,
-            "pass it as bias" if isinstance(mask, Bias) else "see attnroute.masks",
+            checks.kind_of(mask),
+            "pass it as bias" if isinstance(mask, Bias) else instead(mask, "masks", Mask),
         )
+    checks.strided("mask", mask)
     if mask.device != args.query.device:
         raise argument_error("mask", f"query's device ({args.query.device})", mask.device, "move it there")
     if mask.dtype == torch.bool:
@@ -218,13 +239,14 @@ def _check_mask_devices(mask: Mask, args: Arguments) -> None:
 
 def _check_bias(name: str, bias: Tensor, args: Arguments, extent: Extent) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        got = bias.dtype if isinstance(bias, Tensor) else checks.kind_of(bias)
         if not isinstance(bias, Tensor):
-            to_do = "pass it as mask" if isinstance(bias, Mask) else "see attnroute.biases"
+            to_do = "pass it as mask" if isinstance(bias, Mask) else instead(bias, "biases", Bias)
             raise argument_error(name, "a floating-point tensor or a bias object", got, to_do)
         if name == "mask":
             raise argument_error(name, "a bool or floating-point tensor", got, "convert it, e.g. mask.bool()")
         raise argument_error(name, "a floating-point tensor", got, "convert it, e.g. bias.float()")
+    checks.strided(name, bias)
     if bias.device != args.query.device:
         raise argument_error(name, f"query's device ({args.query.device})", bias.device, "move it there")
     check_dense(name, bias, extent)
@@ -245,3 +267,24 @@ def _check_vector(name: str, tensor: Tensor, args: Arguments, shapes: list[tuple
             else type(tensor).__name__
         )
         raise argument_error(name, required, got, "pass one number per query head")
+    checks.strided(name, tensor)
+
+
+def instead(given: object, home: str = "", kind: type | None = None) -> str:
+    """Return what to do with something that is no tensor, as an imperative clause.
+
+    Args:
+        given: What was given.
+        home: "masks" or "biases" where objects of these modules are taken.
+        kind: The base class of these objects.
+    """
+    see = f"see attnroute.{home}: " if home else ""
+    if isinstance(given, type) and kind is not None and issubclass(given, kind):
+        return f"{see}make one of it, {home}.{given.__name__}(...)"
+    if type(given).__module__ == "numpy":
+        return f"{see}convert it with torch.from_numpy"
+    if isinstance(given, list | tuple):
+        return f"{see}convert it with torch.tensor"
+    if kind is not None and callable(given) and not isinstance(given, type):
+        return f"{see}wrap it, {home}.Function(your_function)"
+    return f"see attnroute.{home}" if home else "convert it"

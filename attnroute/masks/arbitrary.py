@@ -146,7 +146,8 @@ class Blocks(Mask):
 
     def key(self) -> object:
         """Return what the description depends on."""
-        return ("blocks", tuple(self.block_mask.shape), checks.block_lengths(self.block_mask))
+        device = self.block_mask.kv_num_blocks.device
+        return ("blocks", tuple(self.block_mask.shape), checks.block_lengths(self.block_mask), device)
 
     def check(self, extent: Extent) -> None:
         """The blocks must have been made for these lengths."""

@@ -76,7 +76,7 @@ class Window(Mask):
     def __post_init__(self) -> None:
         """Check the counts and the alignment."""
         for name, value in (("left", self.left), ("right", self.right)):
-            if value is not None and not (isinstance(value, int) and value >= 0):
+            if value is not None and not checks.is_count(value):
                 required, to_do = (
                     "a count of at least 0, or None for no limit",
                     "pass None to leave that side open",

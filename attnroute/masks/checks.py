@@ -5,9 +5,10 @@ Nothing here imports torch: a tensor is told by what it can do.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from attnroute import fits
 from attnroute.errors import argument_error
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from attnroute.masks.nodes import Extent
 
 _ALIGNMENTS = ("top_left", "bottom_right")
+_INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
+"""The dtypes of whole numbers that torch can compare and add up."""
+LARGEST: Final = 2.0**128 - 2.0**104
+"""The largest number of float32, in which kernels take scale and softcap."""
+_SMALLEST: Final = 2.0**-126
 _TRACED = ("FakeTensor", "FunctionalTensor")
 """What `masks.tracing.is_traced` tells by class; this module knows no torch."""
 
@@ -31,6 +37,11 @@ def is_tensor(value: object) -> TypeGuard[Tensor]:
 def is_number(value: object) -> TypeGuard[int]:
     """Tell an integer, or one that a tracer leaves open."""
     return isinstance(value, int) or type(value).__name__ == "SymInt"
+
+
+def is_count(value: object) -> bool:
+    """Tell a whole number of at least 0 from all else, True and False included."""
+    return is_number(value) and not isinstance(value, bool) and value >= 0
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -68,9 +79,45 @@ def integers(name: str, tensor: Any, dims: tuple[int, ...]) -> None:
     """A tensor of whole numbers with so many dimensions."""
     required = f"a {' or '.join(f'{n}-D' for n in dims)} integer tensor"
     if not is_tensor(tensor):
-        raise argument_error(name, required, type(tensor).__name__, "convert it")
-    if tensor.is_floating_point() or str(tensor.dtype) == "torch.bool" or tensor.dim() not in dims:
-        raise argument_error(name, required, f"{tensor.dtype} of shape {tuple(tensor.shape)}", "convert it")
+        raise argument_error(name, required, kind_of(tensor), "convert it")
+    strided(name, tensor)
+    if str(tensor.dtype).removeprefix("torch.") not in _INTEGERS or tensor.dim() not in dims:
+        got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise argument_error(name, required, got, "convert it" + (", e.g. to int64" if "uint" in got else ""))
+
+
+def strided(name: str, tensor: Tensor) -> None:
+    """A tensor with one value for each place, at places that strides tell."""
+    if tensor.is_nested or str(tensor.layout) != "torch.strided":
+        got, to_do = "a nested or sparse one", "call to_dense() on a sparse one, pad a nested one"
+        raise argument_error(name, "a dense strided tensor", got, to_do)
+
+
+def is_plain_number(value: object) -> bool:
+    """Tell a number of Python from True, False, tensors and what other libraries call a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def softcap(name: str, value: Any, kind: str = "number") -> None:
+    """A cap by which kernels divide, as float32: not so small that it is 0 there, nor so large as no number.
+
+    Args:
+        name: The argument.
+        value: What was given.
+        kind: What it should be.
+    """
+    to_do = "pass 0.0 to switch it off"
+    if not is_plain_number(value) or not 0.0 <= value < math.inf:
+        got = repr(value) if is_plain_number(value) or value is None else kind_of(value)
+        raise argument_error(name, f"a finite {kind} of at least 0", got, to_do)
+    if value != 0.0 and not _SMALLEST <= value <= LARGEST:
+        required = f"0.0, or a {kind} from {_SMALLEST:.3g} to {LARGEST:.3g}, as kernels take it in float32"
+        raise argument_error(name, required, value, to_do)
+
+
+def kind_of(value: object) -> str:
+    """Say what kind of thing was given."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def at_least_two(name: str, tensor: Tensor) -> None:
@@ -83,8 +130,9 @@ def at_least_two(name: str, tensor: Tensor) -> None:
 def bools(name: str, tensor: Any, to_do: str) -> None:
     """A bool tensor."""
     if not (is_tensor(tensor) and str(tensor.dtype) == "torch.bool"):
-        got = tensor.dtype if is_tensor(tensor) else type(tensor).__name__
+        got = tensor.dtype if is_tensor(tensor) else kind_of(tensor)
         raise argument_error(name, "a bool tensor", got, to_do)
+    strided(name, tensor)
 
 
 def documents(

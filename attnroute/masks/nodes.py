@@ -75,6 +75,15 @@ class Mask(ABC):
         """What this mask allows is forbidden, and the reverse."""
         return Not(self)
 
+    def __bool__(self) -> bool:
+        """A mask is neither true nor false.
+
+        Raises:
+            ArgumentError: Always; ``and``, ``or`` and ``not`` would drop a mask without a word.
+        """
+        to_do = "combine masks with &, | and ~, and compare with `is None`"
+        raise argument_error("bool(mask)", "a value that is true or false", repr(self), to_do)
+
     def __eq__(self, other: object) -> bool:
         """The same nodes with the same numbers and the identical tensors and functions."""
         if not isinstance(other, Mask):

@@ -122,7 +122,9 @@ def key_counts(node: KeyPadding, extent: Extent) -> Tensor | None:
         return None
 
     def make() -> Tensor:
-        counts = torch.as_tensor(given, device=extent.device).clamp(0, extent.seqlen_kv).to(torch.int32)
+        # Eight bits cannot hold the bounds.
+        counts = torch.as_tensor(given, device=extent.device).to(torch.int64)
+        counts = counts.clamp(0, extent.seqlen_kv).to(torch.int32)
         return counts if node.left is None else extent.seqlen_kv - counts
 
     return remember(node, ("key_counts", extent.seqlen_kv, extent.device), make)

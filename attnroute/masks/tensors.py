@@ -205,9 +205,9 @@ def prepare(mask: Mask, extent: Extent, make: Callable[[], LoweredMask]) -> Lowe
 
 
 def tensor_key(tensor: Tensor) -> tuple[object, ...]:
-    """Return what a decision may depend on, without looking at values."""
+    """Return what a decision and the checks may depend on, without looking at values."""
     memory = None if is_wrapped(tensor) else (tensor.stride(), address(tensor) % 16 == 0)
-    return (tensor.dtype, tuple(tensor.shape), memory, tensor.requires_grad)
+    return (tensor.dtype, tuple(tensor.shape), memory, tensor.requires_grad, tensor.device)
 
 
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]

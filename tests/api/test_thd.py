@@ -135,8 +135,9 @@ def test_any_lengths(data):
     arguments = {
         "window": data.draw(st.sampled_from([None, window])),
         "is_causal": data.draw(st.booleans()),
-        "causal_alignment": data.draw(st.sampled_from(["top_left", "bottom_right"])),
     }
+    if arguments["is_causal"] or arguments["window"] is not None:
+        arguments["causal_alignment"] = data.draw(st.sampled_from(["top_left", "bottom_right"]))
     inputs = packed(lengths_q, lengths_kv, dtype=torch.float32)
     sums = sums_of(lengths_q, lengths_kv)
     with Spy() as spy:
