@@ -42,10 +42,10 @@ EAGER_STEPS = Steps(_chunked_eager.softmax_tile, _chunked_eager.grad_tile)
 
 @lru_cache(maxsize=1)
 def fused_steps() -> Steps | None:
-    """Return the steps as Triton kernels, or None where triton cannot be imported."""
+    """Return the steps as Triton kernels, or None where triton cannot be imported, for whatever reason."""
     try:
         from attnroute.executors import _chunked_triton
-    except ImportError:
+    except (Exception, SystemExit):  # noqa: BLE001 - a broken triton raises anything
         return None
     return Steps(_chunked_triton.softmax_tile, _chunked_triton.grad_tile)
 

@@ -7,8 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import lru_cache
 from typing import Final, NamedTuple
+
+from attnroute.memory import kept
 
 CXX: Final = "c++"
 """What the tables call the C++ compiler that torch.compile needs for CPUs."""
@@ -29,7 +30,7 @@ def switched_off() -> str:
     return f"torch.compile is switched off by {' and '.join(named)}" if named else ""
 
 
-@lru_cache(maxsize=1)
+@kept(1)
 def cxx() -> Found:
     """Return the C++ compiler that inductor would start: CXX where that is set, else the platform's own.
 
@@ -45,7 +46,7 @@ def cxx() -> Found:
     return _asked(path)
 
 
-@lru_cache(maxsize=1)
+@kept(1)
 def c_for_triton() -> Found:
     """Return the C compiler with which Triton builds what launches its kernels: CC, gcc or clang."""
     named = os.environ.get("CC")
@@ -61,7 +62,12 @@ def _asked(path: str) -> Found:
     try:
         # The user chose the program in CXX, as for torch.compile, which starts it too.
         told = subprocess.run(  # noqa: S603
-            [path, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True
+            [path, "--version"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_SECONDS,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
         return Found(problem=f"{path} --version fails: {error}")

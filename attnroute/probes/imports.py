@@ -11,16 +11,14 @@ import contextlib
 import os
 import sys
 import warnings
-from functools import cache
 from importlib import import_module
 from typing import Final, NamedTuple
 
 import torch
 
+from attnroute.memory import kept
 from attnroute.probes import packages, torch_host
-
-_LONGEST: Final = 300
-"""Characters of an error that are kept: some list every path that they tried."""
+from attnroute.probes.trouble import is_of_the_user, said_by
 
 
 class Library(NamedTuple):
@@ -67,7 +65,8 @@ def check(backend: str) -> str | None:
     Returns:
         None where it can be used, else in one clause what its import raises.
 
-    Interrupts and exits pass through: they are the user's, or a signal's.
+    Interrupts pass through, and exits that a signal asks for: they are the user's. A package that exits by
+    itself is broken.
     """
     problems = _problems(backend)
     return "; ".join(problems.values()) if problems else None
@@ -112,11 +111,10 @@ def forget() -> None:
     """Look at every package again, e.g. after an install. What is imported stays imported."""
     _problems.cache_clear()
     packages.forget()
-    torch_host.versions.cache_clear()
-    torch_host.host_of.cache_clear()
+    torch_host.forget()
 
 
-@cache
+@kept(None)
 def _problems(backend: str) -> dict[str, str]:
     """Return what keeps each provider of a backend from being imported, empty once one of them can be."""
     problems: dict[str, str] = {}
@@ -144,9 +142,10 @@ def _imported(library: Library) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import_module(library.module)
-    except Exception as error:  # noqa: BLE001 - AttributeError, OSError, RuntimeError: all of them were seen
-        said = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")[:_LONGEST]
-        return f"importing {library.module} raises {said}"
+    except BaseException as error:
+        if is_of_the_user(error):
+            raise
+        return f"importing {library.module} raises {said_by(error)}"
     return ""
 
 

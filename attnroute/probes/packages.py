@@ -7,14 +7,16 @@ looked for where an import would find them.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib import metadata
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
+
+from attnroute.memory import kept
+from attnroute.probes.trouble import is_of_the_user, said_by
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -161,12 +163,19 @@ def installed() -> dict[str, str]:
     return survey().versions
 
 
-@lru_cache(maxsize=1)
+@kept(1)
 def survey() -> Survey:
     """Look at every known provider once."""
     found: dict[str, Found] = {}
     for name, provider in PROVIDERS.items():
-        found[name] = _looked_at(name, provider, found)
+        try:
+            found[name] = _looked_at(name, provider, found)
+        except BaseException as error:
+            # Metadata in another encoding, a finder of another package that fails: one must not break all.
+            if is_of_the_user(error):
+                raise
+            problem = f"its metadata and files cannot be read ({said_by(error)}); install it again"
+            found[name] = Found(problem=problem)
     versions = {n: f.version for n, f in found.items() if f.version is not None and not f.problem}
     return Survey(versions, {name: f.problem for name, f in found.items() if f.problem})
 
@@ -208,7 +217,8 @@ def _version_in(distribution: metadata.Distribution) -> str | None:
 def _is_version(text: str) -> bool:
     try:
         Version(text)
-    except InvalidVersion:
+    except ValueError:
+        # InvalidVersion, or more digits than Python reads.
         return False
     return True
 
@@ -242,8 +252,10 @@ def locate(module: str) -> ModuleSpec | None:
         for part in rest:
             spec = PathFinder.find_spec(part, places)
             places = _inside(spec, part, places)
-    except (ImportError, AttributeError, ValueError, OSError):
-        # An entry of sys.modules without a spec, or a finder of another package that fails.
+    except BaseException as error:
+        # An entry of sys.modules without a spec, or a finder of another package that fails, as it likes.
+        if is_of_the_user(error):
+            raise
         return None
     return spec
 

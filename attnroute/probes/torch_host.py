@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import platform
 import sys
-from functools import lru_cache
 
 import torch
 
 from attnroute.host import Host, arch_of
+from attnroute.memory import kept
 from attnroute.probes import compilers, packages
 from attnroute.probes.packages import installed
+from attnroute.probes.trouble import said_by
 
 _CUDNN_MAJOR = 10000
 _CUDNN_MINOR = 100
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def host_of(device_type: str, index: int | None) -> Host:
     """Return the host of one device: "cpu", or "cuda" and its index.
 
@@ -32,7 +33,7 @@ def host_of(device_type: str, index: int | None) -> Host:
         raise ValueError(msg)
     properties = torch.cuda.get_device_properties(index)
     arch = arch_of((properties.major, properties.minor))
-    broken = packages.broken()
+    broken = _broken()
     problem = compilers.switched_off() or compilers.c_for_triton().problem
     if "triton" in versions() and problem:
         broken["triton"] = problem
@@ -48,7 +49,7 @@ def _cpu() -> Host:
         arch="cpu",
         device_name=platform.processor() or platform.machine(),
         versions={**versions(), **present},
-        broken={**packages.broken(), **{name: f.problem for name, f in found.items() if f.version is None}},
+        broken={**_broken(), **{name: f.problem for name, f in found.items() if f.version is None}},
     )
 
 
@@ -62,16 +63,38 @@ def _avx2() -> compilers.Found:
     return compilers.Found(version="present")
 
 
-@lru_cache(maxsize=1)
+@kept(1)
 def versions() -> dict[str, str]:
     """Return the versions of torch, CUDA, cuDNN and every installed provider."""
     found = {"torch": torch.__version__, **installed()}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
-    number = torch.backends.cudnn.version()
-    if number is not None:
-        found["cudnn"] = cudnn_text(number)
+    cudnn = _cudnn()
+    if cudnn.version is not None:
+        found["cudnn"] = cudnn.version
     return found
+
+
+def _broken() -> dict[str, str]:
+    """Return distribution to what is wrong with it."""
+    problem = _cudnn().problem
+    return {**packages.broken(), **({"cudnn": problem} if problem else {})}
+
+
+@kept(1)
+def _cudnn() -> compilers.Found:
+    try:
+        number = torch.backends.cudnn.version()
+    except RuntimeError as error:
+        # torch refuses a library that is older than the one that it was built with.
+        return compilers.Found(problem=f"torch.backends.cudnn.version() raises {said_by(error)}")
+    return compilers.Found(None if number is None else cudnn_text(number))
+
+
+def forget() -> None:
+    """Look at everything again."""
+    for cached in (_cudnn, versions, host_of):
+        cached.cache_clear()
 
 
 def cudnn_text(number: int) -> str:

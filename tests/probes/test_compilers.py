@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from attnroute.engine.decide import decide
 from attnroute.host import Host
@@ -78,6 +79,26 @@ def test_a_compiler_that_fails_is_broken(programs, monkeypatch):
     path = programs("mine", code=3)
     monkeypatch.setenv("CXX", "mine")
     assert compilers.cxx().problem.startswith(f"{path} --version fails: ")
+
+
+def test_a_compiler_that_speaks_another_encoding_is_understood(programs, monkeypatch):
+    path = programs("mine")
+    said = "import sys; sys.stdout.buffer.write('compilé 3.2'.encode('latin-1'))"
+    path.write_text(f"#!{sys.executable}\n{said}\n", encoding="utf-8")
+    monkeypatch.setenv("CXX", "mine")
+    assert compilers.cxx().version == "3.2"
+
+
+def test_a_cudnn_that_torch_refuses_is_broken(monkeypatch):
+    def refuse():
+        raise RuntimeError("cuDNN version incompatibility: compiled against 9.19, found 9.1")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
+    torch_host.forget()
+    host = torch_host.host_of("cpu", None)
+    torch_host.forget()
+    assert "cudnn" not in host.versions
+    assert "RuntimeError: cuDNN version incompatibility" in host.broken["cudnn"]
 
 
 def test_triton_needs_any_c_compiler(programs, monkeypatch):

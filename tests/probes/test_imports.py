@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import signal
 import sys
 from pathlib import Path
 
@@ -80,14 +81,44 @@ def test_whatever_an_import_raises_is_said_in_one_line_and_not_tried_again(fa4, 
     assert packages.broken() == {}
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_no_fault_of_the_package(fa4, stop):
-    fa4(f"raise {stop.__name__}")
-    with pytest.raises(stop):
+def test_an_interrupt_is_no_fault_of_the_package(fa4):
+    fa4("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
         imports.check("fa4")
     assert packages.broken() == {}
     fa4()
     assert imports.check("fa4") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sys.exit()", "SystemExit"),
+        ("sys.exit(3)", "SystemExit: 3"),
+        ("sys.exit('no GPU found')", "SystemExit: no GPU found"),
+        ("raise SystemExit", "SystemExit"),
+        ("quit = type('PanicException', (BaseException,), {}); raise quit('rust')", "PanicException: rust"),
+        ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})", "E"),
+        ("import asyncio; raise asyncio.CancelledError", "CancelledError"),
+    ],
+)
+def test_a_package_that_ends_the_process_is_broken(fa4, line, said):
+    fa4(line)
+    expected = f"importing flash_attn.cute.interface raises {said}"
+    assert imports.settle("fa4") == expected
+    assert packages.broken()["flash-attn-4"] == expected
+
+
+def test_an_exit_that_a_signal_asks_for_passes(fa4):
+    """Who stops a process with SIGTERM must not wait for it because a package was just being imported."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        fa4("import os, signal; os.kill(os.getpid(), signal.SIGTERM); [0 for _ in range(10**6)]")
+        with pytest.raises(SystemExit, match="143"):
+            imports.check("fa4")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert packages.broken() == {}
 
 
 def test_warnings_as_errors_break_no_package(fa4, recwarn):

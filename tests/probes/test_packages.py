@@ -214,6 +214,57 @@ def test_a_version_that_cannot_be_compared_is_said(site, metadata, got):
     assert f"got {got};" in found.broken["triton"]
 
 
+def test_metadata_in_another_encoding_breaks_that_package_alone(site):
+    site.install("flash-attn", "2.8.3", FLASH_ATTN)
+    site.install("triton", "3.0")
+    metadata = site.folder / "triton-3.0.dist-info/METADATA"
+    metadata.write_bytes("Name: triton\nVersion: 3.0\nAuthor: Jérôme\n".encode("latin-1"))
+    found = survey()
+    assert found.versions == {"flash-attn": "2.8.3"}
+    assert found.broken["triton"].startswith("its metadata and files cannot be read (UnicodeDecodeError: ")
+
+
+@pytest.mark.parametrize(
+    "raised", [RuntimeError("lost"), SystemExit(1), UnicodeDecodeError("a", b"", 0, 1, "b")]
+)
+@pytest.mark.parametrize("asked", ["distribution", "find_spec"])
+def test_whatever_is_raised_while_a_package_is_looked_at_breaks_that_package_alone(
+    site, monkeypatch, asked, raised
+):
+    site.install("flash-attn", "2.8.3", FLASH_ATTN)
+    site.install("xformers", "0.0.33", {"xformers/flash_attn_3/_C.py": ""})
+    home = packages.metadata if asked == "distribution" else packages
+    real = getattr(home, asked)
+
+    def look(name):
+        if name == "xformers":
+            raise raised
+        return real(name)
+
+    monkeypatch.setattr(home, asked, look)
+    found = survey()
+    assert found.versions == {"flash-attn": "2.8.3"}
+    assert list(found.broken) == ["xformers"]
+
+
+def test_an_interrupt_while_packages_are_looked_at_passes_and_leaves_nothing(site, monkeypatch):
+    site.install("flash-attn", "2.8.3", FLASH_ATTN)
+
+    def stop(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packages.metadata, "distribution", stop)
+        with pytest.raises(KeyboardInterrupt):
+            survey()
+    assert survey().versions == {"flash-attn": "2.8.3"}
+
+
+def test_a_version_of_more_digits_than_python_reads_is_said(site):
+    site.install("triton", "3.0", metadata=f"Name: triton\nVersion: {'9' * 5000}\n")
+    assert "PEP 440" in survey().broken["triton"]
+
+
 def test_a_folder_of_metadata_that_was_left_empty_raises_nothing(site):
     (site.folder / "triton-3.0.dist-info").mkdir()
     assert survey().versions == {}
