@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
-from attnroute.tables.versions import comparable, contains, specifier
+from attnroute.tables.versions import bound_of, contains, specifier
 
 if TYPE_CHECKING:
     from packaging.specifiers import Specifier
@@ -29,9 +29,9 @@ def shared_points(distribution: str, *ranges: list[str]) -> tuple[Version, ...]:
 @lru_cache(maxsize=4096)
 def _shared(distribution: str, ranges: tuple[tuple[str, ...], ...]) -> tuple[Version, ...]:
     specs = {spec for options in ranges for option in options for spec in specifier(option)}
-    bounds = {comparable(distribution, spec.version.removesuffix(".*")) for spec in specs}
+    bounds = {bound_of(distribution, spec) for spec in specs}
     near = [point for bound in bounds for point in around(bound)]
-    return tuple(p for p in near if all(any(p in specifier(o) for o in options) for options in ranges))
+    return tuple(p for p in near if all(contains(list(o), distribution, str(p)) for o in ranges))
 
 
 @lru_cache(maxsize=512)
@@ -58,9 +58,10 @@ def points(tables: Tables, arch: str, backend: str, distribution: str) -> tuple[
 
 def _starts(distribution: str, spec: Specifier) -> list[Version]:
     """Return the versions from which on one term says something else."""
-    bound = comparable(distribution, spec.version.removesuffix(".*"))
+    bound = bound_of(distribution, spec)
     at, after = [bound], [around(bound)[1]]
-    return {">": after, "<=": after, "==": at + after, "!=": at + after}.get(spec.operator, at)
+    both = at + after
+    return {">": after, "<=": after, "==": both, "===": both, "!=": both}.get(spec.operator, at)
 
 
 def end_of(distribution: str, ranges: Ranges) -> Version | None:
@@ -70,7 +71,7 @@ def end_of(distribution: str, ranges: Ranges) -> Version | None:
 
 
 def _end(distribution: str, option: str) -> Version | None:
-    upper = [spec for spec in specifier(option) if spec.operator in ("<", "<=", "==")]
+    upper = [spec for spec in specifier(option) if spec.operator in ("<", "<=", "==", "===")]
     return min((_starts(distribution, spec)[-1] for spec in upper), default=None)
 
 
@@ -80,6 +81,10 @@ def around(version: Version) -> list[Version]:
         letter, number = version.pre
         base = version.base_version
         return [version, *(Version(f"{base}{letter}{max(0, number + step)}") for step in (1, -1))]
+    if version.dev is not None:
+        # What is published after a development release is, as a rule, the release itself.
+        final = Version(version.base_version)
+        return [version, final, around(final)[2]]
     parts = [*version.release, 0, 0][:3]
     after = [*parts[:2], parts[2] + 1]
     below = next(i for i in (2, 1, 0) if parts[i] or i == 0)

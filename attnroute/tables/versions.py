@@ -3,14 +3,20 @@
 Nightlies (`2.14.0a0`, `2.15.0.dev20260922`) compare by their base version; `2.8.3.post1` counts as 2.8.3;
 local parts (`+cu130`) are ignored; cuDNN's fourth number is a build and is dropped; flash-attn-4 has
 published only betas, so its pre-releases compare as they are.
+
+Where that is too coarse, a term says so by its own version: against a pre-, development or post-release
+(`>4.6.0.dev0`), or with `===`, versions compare exactly as published, only local parts aside.
 """
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any, Final
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import InvalidSpecifier, Specifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from attnroute.errors import argument_error
@@ -18,6 +24,16 @@ from attnroute.errors import argument_error
 PRE_RELEASES_COUNT = frozenset({"flash-attn-3", "flash-attn-4"})
 _CUDNN_PARTS = 3
 _CUDA_LOCAL = re.compile(r"cu(\d+)(\d)")
+_ORDER: Final[dict[str, Callable[[Any, Any], bool]]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "===": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+"""The plain order of versions, in which `4.6.0.post1 > 4.6.0.dev0`; PEP 440 has exceptions there."""
 
 
 @lru_cache(maxsize=1024)
@@ -28,10 +44,13 @@ def specifier(text: str) -> SpecifierSet:
         ValueError: The text is not a PEP 440 specifier.
     """
     try:
-        return SpecifierSet(text, prereleases=True)
-    except InvalidSpecifier as error:
+        found = SpecifierSet(text, prereleases=True)
+        for term in found:
+            Version(term.version.removesuffix(".*"))
+    except (InvalidSpecifier, InvalidVersion) as error:
         msg = f'a version range requires PEP 440 terms like ">=2.9, <2.14"; got "{text}".'
         raise ValueError(msg) from error
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -48,9 +67,26 @@ def comparable(distribution: str, version: str) -> Version:
             f"the version of {distribution}", "PEP 440", f'"{version}"', 'write it like "2.14.1"'
         ) from error
     if distribution in PRE_RELEASES_COUNT:
-        return Version(parsed.public)
+        return _published(version)
     release = parsed.release[:_CUDNN_PARTS] if distribution == "cudnn" else parsed.release
     return Version(".".join(str(part) for part in release))
+
+
+def is_exact(term: Specifier) -> bool:
+    """Return whether a term of a range is about versions as published, nightlies and post-releases too."""
+    if term.operator == "===":
+        return True
+    if term.version.endswith(".*"):
+        return False
+    bound = Version(term.version)
+    return bound.is_prerelease or bound.is_postrelease
+
+
+def bound_of(distribution: str, term: Specifier) -> Version:
+    """Return the version that a term names, as it compares with others."""
+    version = term.version.removesuffix(".*")
+    compared = comparable(distribution, version)
+    return _published(version) if is_exact(term) else compared
 
 
 def contains(ranges: str | list[str], distribution: str, version: str) -> bool:
@@ -61,7 +97,17 @@ def contains(ranges: str | list[str], distribution: str, version: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _inside(option: str, distribution: str, version: str) -> bool:
-    return comparable(distribution, version) in specifier(option)
+    compared, published = comparable(distribution, version), _published(version)
+    return all(
+        _ORDER[term.operator](published, bound_of(distribution, term))
+        if is_exact(term) and term.operator in _ORDER
+        else term.contains(compared, prereleases=True)
+        for term in specifier(option)
+    )
+
+
+def _published(version: str) -> Version:
+    return Version(Version(version).public)
 
 
 def version_of(distribution: str, versions: dict[str, str]) -> str | None:

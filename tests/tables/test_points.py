@@ -46,6 +46,12 @@ def test_between_two_points_no_range_changes(tmp_path_factory, ranges):
     assert all(len(inside) == 1 for inside in stretches.values())
 
 
+def test_a_term_about_a_development_release_is_a_point_of_its_own(tmp_path_factory):
+    tables = tables_with(tmp_path_factory, [">4.6.0.dev0, <4.6.2", "==4.6.0.dev0"])
+    found = [str(point) for point in points(tables, "sm_90", "flash", "thing")]
+    assert found == ["4.6.0.dev0", "4.6.0", "4.6.2"]
+
+
 def test_only_known_versions_are_points():
     found = points(load(), "sm_90", "fa4", "flash-attn-4")
     known = load().backends["fa4"].versions_known["flash-attn-4"]
@@ -64,6 +70,8 @@ def test_only_known_versions_are_points():
         ("==2.8.3", "2.8.4"),
         (">=2.5", None),
         (">=1, <3, <2", "2"),
+        (">=4.6.0, <=4.7.0.dev0", "4.7.0"),
+        ("===4.6.0", "4.6.1"),
     ],
 )
 def test_the_end_of_ranges(ranges, end):

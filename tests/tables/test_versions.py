@@ -74,6 +74,36 @@ def test_versions_are_compared_as(distribution, version, compared):
         (">=4.0.0b11", "flash-attn-4", "4.0.0b9", False),
         (">=4.0.0b11, <4.0.0b36", "flash-attn-4", "4.0.0b36", False),
         (">=4.0.0b11", "flash-attn-4", "4.0.0", True),
+        # A term that names a development, pre- or post-release is about what was published under that name.
+        (">4.6.0.dev0, <4.6.2", "nvidia-cutlass-dsl", "4.6.0.dev0", False),
+        (">4.6.0.dev0, <4.6.2", "nvidia-cutlass-dsl", "4.6.0.dev1", True),
+        (">4.6.0.dev0, <4.6.2", "nvidia-cutlass-dsl", "4.6.0rc1", True),
+        (">4.6.0.dev0, <4.6.2", "nvidia-cutlass-dsl", "4.6.0", True),
+        (">4.6.0.dev0, <4.6.2", "nvidia-cutlass-dsl", "4.6.0.post1", True),
+        (">4.6.0.dev0, <4.6.2", "nvidia-cutlass-dsl", "4.6.1.dev0", True),
+        (">4.6.0.dev0, <4.6.2", "nvidia-cutlass-dsl", "4.6.1+cu13", True),
+        (">4.6.0.dev0, <4.6.2", "nvidia-cutlass-dsl", "4.5.9", False),
+        # The plain term beside it still counts a nightly as its release.
+        (">4.6.0.dev0, <4.6.2", "nvidia-cutlass-dsl", "4.6.2.dev0", False),
+        ("==4.6.0.dev0", "nvidia-cutlass-dsl", "4.6.0.dev0", True),
+        ("==4.6.0.dev0", "nvidia-cutlass-dsl", "4.6.0", False),
+        ("!=4.6.0.dev0", "nvidia-cutlass-dsl", "4.6.0", True),
+        (">=2.15.0.dev20260922", "torch", "2.15.0.dev20260921", False),
+        (">=2.15.0.dev20260922", "torch", "2.15.0.dev20260922+cu132", True),
+        (">=2.15.0.dev20260922", "torch", "2.15.0a0+git0fe1a2b", True),
+        (">=2.15.0.dev20260922", "torch", "2.15.0", True),
+        ("<2.9.0rc3", "torch", "2.9.0rc2", True),
+        ("<2.9.0rc3", "torch", "2.9.0rc3", False),
+        (">=2.8.3.post1", "flash-attn", "2.8.3", False),
+        (">=2.8.3.post1", "flash-attn", "2.8.3.post1+cu12torch2.8", True),
+        ("<2.8.3.post1", "flash-attn", "2.8.3", True),
+        # So is one with three signs of equality.
+        ("===2.8.3", "flash-attn", "2.8.3", True),
+        ("===2.8.3", "flash-attn", "2.8.3+local", True),
+        ("===2.8.3", "flash-attn", "2.8.3.post1", False),
+        ("===2.14.0", "torch", "2.14.0.dev20260801", False),
+        ("===9.10.2.21", "cudnn", "9.10.2.21", True),
+        ("===9.10.2.21", "cudnn", "9.10.2.22", False),
         # Short ranges and long versions.
         ("==2.13.*", "torch", "2.13.1", True),
         (">=2.13", "torch", "2.13", True),
@@ -113,7 +143,22 @@ def test_ranges_follow_the_order_of_versions(version, bound):
         assert contains(f"=={bound}", "torch", version + suffix) is (point == edge)
 
 
-@pytest.mark.parametrize("text", ["2.9", "=>2.9", ">=2.9 <2.14", ">=two", "<2.14;", ">=2.9+", "~2.9"])
+EXACT = ["1.2.0.dev3", "1.2.0a1", "1.2.0rc1", "1.2.0.post1", "1.2.0b2.dev1"]
+PUBLISHED = ["1.1.9", "1.2.0.dev2", *EXACT, "1.2.0.dev4", "1.2.0", "1.2.0.post2", "1.2.1"]
+
+
+@pytest.mark.parametrize("bound", EXACT)
+@pytest.mark.parametrize("version", PUBLISHED)
+def test_an_exact_bound_follows_the_order_of_what_was_published(version, bound):
+    point, edge = Version(version), Version(bound)
+    holds = {"<": point < edge, "<=": point <= edge, ">": point > edge, ">=": point >= edge}
+    for operator, expected in {**holds, "==": point == edge, "!=": point != edge}.items():
+        assert contains(f"{operator}{bound}", "torch", f"{version}+cu130") is expected
+
+
+@pytest.mark.parametrize(
+    "text", ["2.9", "=>2.9", ">=2.9 <2.14", ">=two", "<2.14;", ">=2.9+", "~2.9", "===new"]
+)
 def test_a_malformed_range_names_itself(text):
     with pytest.raises(ValueError, match="a version range requires PEP 440 terms") as raised:
         specifier(text)
