@@ -23,6 +23,7 @@ from torch.nn.attention import flex_attention as flex
 
 from attnroute.errors import NotCompiledError
 from attnroute.executors import _first_call
+from attnroute.executors._launch import before_launch
 from attnroute.memory import Memory
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def run(found: Compiled, qkv: tuple[Tensor, Tensor, Tensor], mask: Blocked, scor
 
     Raises:
         NotCompiledError: It would run uncompiled, or cannot be compiled.
+        KernelRefusedError: FlashAttention-4, which compiles when it is first launched, refused the call.
     """
     try:
         out, lse = found.call(
@@ -131,7 +133,10 @@ def run(found: Compiled, qkv: tuple[Tensor, Tensor, Tensor], mask: Blocked, scor
             raise NotCompiledError(_limit_message(found)) from error
         if names.intersection(_COMPILER_ERRORS):
             raise NotCompiledError(_failure_message(found, error)) from error
-        raise
+        if found.backend == "flex":
+            raise
+        with before_launch(found.backend):
+            raise
     _allow_second_backward(out)
     return out, lse
 

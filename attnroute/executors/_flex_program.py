@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from attnroute.masks.blocks import BLOCK, Guess, guess
-from attnroute.masks.mods import Names, entry, expression, scalar
+from attnroute.masks.mods import EVERYBODY, Names, entry, expression
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import as_4d
 from attnroute.masks.tracing import is_tracing
@@ -65,25 +65,29 @@ class Blocked(NamedTuple):
 _EVERYBODY: Final = Blocked()
 
 
-def blocked(inputs: Inputs, size: tuple[int, int] | None = None) -> Blocked:
+def blocked(inputs: Inputs, size: tuple[int, int] | None = None, *, cute: bool = False) -> Blocked:
     """Return the mask of a call, its blocks listed once per mask object and lengths.
 
     Args:
         inputs: The call.
         size: Queries and keys that a block has, or a whole number of times; None = any.
+        cute: The expression becomes code of CuTe DSL.
     """
     mask = inputs.mask
     if mask.is_full:
         return _EVERYBODY
     if len(mask.sparse) == 1 and mask == type(mask)(sparse=mask.sparse) and _fits(mask.sparse[0], size):
         given = mask.sparse[0]
-        asked = Part("mf0(b, h, i, j)", (), (given.mask_mod,))
+        # Beside a function that lets everything pass, torch ignores the lists where CuTe DSL runs
+        # (pytorch#188322), and it sees none in a conjunction.
+        text = f"mf0(b, h, i, j) & ({EVERYBODY})" if cute else "mf0(b, h, i, j)"
+        asked = Part(text, (), (given.mask_mod,))
         return Blocked(asked, _tensors(given), tuple(given.BLOCK_SIZE))
     query, key = inputs.query, inputs.key
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
     size = size or BLOCK
     if mask.is_band_only and not is_tracing():
-        return _of_band(mask, extent, size)
+        return _of_band(mask, extent, size, cute)
     keeper, band = inputs.keeper, (mask.band_lo, mask.band_hi)
     # The expression names the mask's own tensors, which what is kept with them may not hold.
     blocks = (
@@ -91,7 +95,7 @@ def blocked(inputs: Inputs, size: tuple[int, int] | None = None) -> Blocked:
         if keeper is None
         else keeper.keep(("blocks", extent, band, size), lambda: _listed_blocks(mask, extent, size))
     )
-    return Blocked(_expressed(mask, extent), blocks, size)
+    return Blocked(_expressed(mask, extent, cute), blocks, size)
 
 
 def _fits(block_mask: BlockMask, size: tuple[int, int] | None) -> bool:
@@ -99,14 +103,14 @@ def _fits(block_mask: BlockMask, size: tuple[int, int] | None) -> bool:
 
 
 @lru_cache(maxsize=BANDS_KEPT)
-def _of_band(mask: LoweredMask, extent: Extent, size: tuple[int, int]) -> Blocked:
+def _of_band(mask: LoweredMask, extent: Extent, size: tuple[int, int], cute: bool) -> Blocked:
     with torch.inference_mode(mode=False), torch.no_grad():
-        return Blocked(_expressed(mask, extent), _listed_blocks(mask, extent, size), size)
+        return Blocked(_expressed(mask, extent, cute), _listed_blocks(mask, extent, size), size)
 
 
-def _expressed(mask: LoweredMask, extent: Extent) -> Part:
+def _expressed(mask: LoweredMask, extent: Extent, cute: bool) -> Part:
     # At the bottom right the limits of a band change with every length.
-    names = Names("m", constants=extent.seqlen_q == extent.seqlen_kv)
+    names = Names("m", constants=extent.seqlen_q == extent.seqlen_kv, cute=cute)
     return _part(expression(mask, names, extent.device), names)
 
 
@@ -140,9 +144,14 @@ def _tensors(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
     )
 
 
-def scored(inputs: Inputs) -> Part:
-    """Return what changes the scores after the scale: softcap, then bias, ALiBi or a function."""
-    names, text = Names("s"), "s"
+def scored(inputs: Inputs, *, cute: bool = False) -> Part:
+    """Return what changes the scores after the scale: softcap, then bias, ALiBi or a function.
+
+    Args:
+        inputs: The call.
+        cute: The expression becomes code of CuTe DSL.
+    """
+    names, text = Names("s", cute=cute), "s"
     if inputs.softcap:
         text = f"{inputs.softcap} * torch.tanh({text} / {inputs.softcap})"
     if inputs.score_mod is not None:
@@ -186,7 +195,7 @@ def _room(size: int, least: int) -> int:
 def _alibi(inputs: Inputs, slopes: Tensor, names: Names) -> str:
     diagonal = inputs.key.shape[2] - inputs.query.shape[2]
     slope = f"{names.tensor(slopes.float())}[{'b, h' if slopes.dim() > 1 else 'h'}]"
-    shift = "" if diagonal == 0 else f" + {names.tensor(scalar(diagonal, slopes.device))}"
+    shift = "" if diagonal == 0 else f" + {names.number(diagonal, slopes.device)}"
     return f"{slope} * (i{shift} - j).abs()"
 
 

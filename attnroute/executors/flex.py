@@ -73,7 +73,9 @@ def key(inputs: Inputs, plan: Plan) -> Hashable:
 
 
 def _program(inputs: Inputs, plan: Plan) -> tuple[Blocked, Part, compiling.Settings]:
-    mask, score = blocked(inputs, _block_size(plan)), scored(inputs)
+    # Kernels that take the place of Triton's are written in CuTe DSL.
+    cute = _BACKEND in dict(plan.options)
+    mask, score = blocked(inputs, _block_size(plan), cute=cute), scored(inputs, cute=cute)
     settings = compiling.Settings(
         scale=inputs.scale,
         enable_gqa=inputs.query.shape[1] != inputs.key.shape[1],

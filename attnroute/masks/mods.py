@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SCALARS_KEPT: Final = 256
 """Numbers kept as tensors on a device: offsets and window sizes."""
+_ONE: Final = (1,)
 CONSTANT_BANDS: Final = 8
 """Different limits of bands that are compiled as constants; a model has one or two."""
 EVERYBODY: Final = "j >= 0"
@@ -38,6 +39,7 @@ class Names:
     Attributes:
         prefix: Starts every name.
         constants: Limits of bands may be numbers of the text: not where they follow the lengths.
+        cute: The text becomes code of CuTe DSL, which reads tensors only at an index that varies.
         tensors: The tensors; a tensor that comes twice has one name.
         functions: The functions.
         squeezed: The tensors that stand in `tensors` without some dimensions of size 1, and these, by name.
@@ -45,6 +47,7 @@ class Names:
 
     prefix: str
     constants: bool = True
+    cute: bool = False
     tensors: list[Tensor] = field(default_factory=list)
     functions: list[Callable[..., Any]] = field(default_factory=list)
     squeezed: dict[str, tuple[Tensor, tuple[int, ...]]] = field(default_factory=dict)
@@ -68,6 +71,15 @@ class Names:
         name = self.tensor(tensor.squeeze(dims))
         self.squeezed[name] = tensor, dims
         return name
+
+    def number(self, value: int, device: torch.device) -> str:
+        """Return the expression of a number that stands in a tensor, so that it may change.
+
+        torch's code for CuTe DSL takes no tensor without a dimension, nor an index that is a constant.
+        """
+        if self.cute:
+            return f"{self.tensor(scalar(value, device, _ONE))}[j * 0]"
+        return self.tensor(scalar(value, device))
 
     def function(self, function: Callable[..., Any]) -> str:
         """Return the name of a function."""
@@ -93,23 +105,26 @@ def expression(lowered: LoweredMask, names: Names, device: torch.device) -> str:
     return parts[0] if len(parts) == 1 else " & ".join(f"({part})" for part in parts)
 
 
-def scalar(value: int, device: torch.device) -> Tensor:
-    """Return a number as a 0-D int64 tensor that lives on; a tracer's number becomes one of its tensors."""
+def scalar(value: int, device: torch.device, shape: tuple[int, ...] = ()) -> Tensor:
+    """Return a number as an int64 tensor that lives on, without a dimension unless a shape is given.
+
+    A tracer's number becomes one of its tensors.
+    """
     if is_tracing() or not isinstance(value, int):
-        return torch.full((), value, dtype=torch.int64, device=device)
-    return _kept_scalar(value, device)
+        return torch.full(shape, value, dtype=torch.int64, device=device)
+    return _kept_scalar(value, device, shape)
 
 
 @lru_cache(maxsize=SCALARS_KEPT)
-def _kept_scalar(value: int, device: torch.device) -> Tensor:
+def _kept_scalar(value: int, device: torch.device, shape: tuple[int, ...]) -> Tensor:
     with torch.inference_mode(mode=False):
-        return torch.tensor(value, device=device)
+        return torch.full(shape, value, dtype=torch.int64, device=device)
 
 
 def entry(tensor: Tensor, names: Names) -> str:
     """Return the expression of an entry of a four-dimensional tensor, dimensions of size 1 broadcasting."""
     has = [n > 1 for n in tensor.shape]
-    if tensor.device.type == "cpu":
+    if tensor.device.type == "cpu" and not names.cute:
         return _flat_entry(tensor, has, names)
     if not any(has):
         return f"{names.tensor(tensor.view(-1))}[j * 0]"
@@ -149,7 +164,7 @@ def _limit(value: int, names: Names, device: torch.device) -> str:
     if names.constants and (value in _CONSTANTS or len(_CONSTANTS) < CONSTANT_BANDS):
         _CONSTANTS.add(value)
         return str(value)
-    return names.tensor(scalar(value, device))
+    return names.number(value, device)
 
 
 def _tokens(lowered: LoweredMask, names: Names) -> list[str]:

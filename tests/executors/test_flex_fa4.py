@@ -14,12 +14,14 @@ from fa4_hosts import NEWEST
 from reference import attend
 from row_sides import verdict
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 import attnroute
 from attnroute import masks
-from attnroute.errors import AttnRouteError, NotCompiledError
+from attnroute.errors import AttnRouteError, KernelRefusedError, NotCompiledError
 from attnroute.executors import _first_call, _flex_compile, flex, flex_fa4
 from attnroute.executors._inputs import Inputs, Plan
+from attnroute.masks.mods import CONSTANT_BANDS
 
 FLASH = (("BACKEND", "FLASH"),)
 BLOCKS = (("SPARSE_Q_BLOCK_SIZE", 128), ("SPARSE_KV_BLOCK_SIZE", 128))
@@ -102,6 +104,66 @@ def test_scores_are_changed(graphs, scores):
     want, _ = attend(*tensors, allowed=allowed_of(masks.Causal(), inputs), **given)
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
     assert asked_of(graphs[0])["BACKEND"] == "FLASH"
+
+
+def read_by(graph):
+    """Return the tensors that the traced mask and scores read, and the graph of the mask."""
+    (node,) = (n for n in graph.graph.nodes if n.target is torch.ops.higher_order.flex_attention)
+    captured = [n.meta["example_value"] for group in node.args[-2:] for n in group]
+    return captured, getattr(graph, node.args[4][-1].target)
+
+
+@pytest.mark.parametrize("lengths", [(8, 40), (40, 8), (1, 33)], ids=str)
+@pytest.mark.parametrize("case", ["causal", "window", "either", "not", "alibi"])
+def test_numbers_that_follow_the_lengths_are_read_at_an_index(graphs, case, lengths):
+    """torch's code for CuTe DSL stops at a tensor without a dimension: pytorch#177813."""
+    mask = {
+        "causal": masks.Causal("bottom_right"),
+        "window": masks.Window(5, 1, "bottom_right"),
+        "either": masks.Window(2, 0, "bottom_right") | masks.PrefixLM(lengths=torch.tensor([3, 5])),
+        "not": ~masks.Window(1, 0, "bottom_right"),
+        "alibi": None,
+    }[case]
+    inputs = trained_inputs_of(mask, *lengths, dtype=torch.float32)
+    inputs.query, inputs.key, inputs.value = (t.detach() for t in (inputs.query, inputs.key, inputs.value))
+    slopes = inputs.alibi_slopes = torch.tensor([0.5, 0.25, 1.0, 2.0]) if case == "alibi" else None
+    out, _ = run(inputs)
+    captured, _ = read_by(graphs[0])
+    assert captured
+    assert all(t.dim() for t in captured)
+    tensors = (inputs.query, inputs.key, inputs.value)
+    want, _ = attend(*tensors, allowed=allowed_of(mask, inputs), alibi_slopes=slopes)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_that_is_no_constant_any_more_is_read_at_an_index(graphs):
+    for left in range(1, CONSTANT_BANDS + 4):
+        run(inputs_of(masks.Window(left, 0), 40))
+    captured = [t for graph in graphs for t in read_by(graph)[0]]
+    assert captured
+    assert all(t.dim() for t in captured)
+
+
+def test_given_blocks_are_never_beside_a_mask_that_torch_takes_for_none(graphs):
+    """It ignores the lists there: pytorch#188322."""
+    counts, columns = torch.ones(1, 1, 2, dtype=torch.int32), torch.tensor([[[[0, 1], [1, 0]]]]).int()
+    given = BlockMask.from_kv_blocks(counts, columns, BLOCK_SIZE=128, mask_mod=noop_mask)
+    inputs = inputs_of(masks.Blocks(given), 256)
+    run(inputs)
+    _, mask = read_by(graphs[0])
+    (last,) = (n for n in mask.graph.nodes if n.op == "output")
+    assert "and" in str(last.args[0].target), mask.graph
+
+
+@pytest.mark.parametrize(("backend", "raised"), [("flex", ValueError), ("flex_fa4", KernelRefusedError)])
+def test_what_flash_attention_4_says_at_its_first_launch_is_a_refusal(monkeypatch, backend, raised):
+    def refuse(*_):
+        msg = "Expected TensorSSA"
+        raise ValueError(msg)
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda *_: refuse)
+    with pytest.raises(raised, match="Expected TensorSSA"):
+        run(inputs_of(masks.Causal()), backend)
 
 
 @pytest.mark.parametrize("order", [("flex", "flex_fa4"), ("flex_fa4", "flex")])

@@ -12,6 +12,7 @@ from gpu.package_runs import check_again, check_captured, check_checkpoint, hold
 from gpu.test_cuda_kernels import TOLERANCE, band, problem
 from packaging.version import Version
 from reference import attend, error
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 import attnroute
 from attnroute import masks
@@ -29,7 +30,8 @@ def _package():
 
 def check(inputs, mask=None, *, allowed, train, **given):
     inputs = tuple(t.detach().requires_grad_(train) for t in inputs)
-    want, _ = attend(*inputs, allowed=allowed, softcap=given.get("softcap", 0.0))
+    changed = {name: given[name] for name in ("softcap", "alibi_slopes") if given.get(name) is not None}
+    want, _ = attend(*inputs, allowed=allowed, **changed)
     cotangent = torch.randn_like(want)
 
     def run():
@@ -72,6 +74,44 @@ def test_padding(batch):
     allowed = (keys < lengths[:, None])[:, None, None]
     inputs = [t[:batch] for t in square()]
     check(inputs, masks.KeyPadding(lengths=lengths), allowed=allowed, train=True)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("lengths", [(8, 4096), (2048, 32768), (130, 384)], ids=str)
+@pytest.mark.parametrize("case", ["causal", "window", "either", "alibi"])
+def test_numbers_that_follow_the_lengths(case, lengths, train):
+    """A diagonal at the bottom right is a number in a tensor, which CuTe DSL reads only at an index."""
+    queries, keys = lengths
+    mask, limits = {
+        "causal": (masks.Causal("bottom_right"), [(None, 0)]),
+        "window": (masks.Window(100, 0, "bottom_right"), [(-100, 0)]),
+        "either": (masks.Window(9, 0, "bottom_right") | masks.Window(3, 3), [(-9, 0)]),
+        "alibi": (masks.Causal("bottom_right"), [(None, 0)]),
+    }[case]
+    shift = keys - queries
+    allowed = band(queries, keys, *(None if n is None else n + shift for n in limits[0]))
+    if case == "either":
+        allowed = allowed | band(queries, keys, -3, 3)
+    inputs = problem(seqlen_q=queries, seqlen_kv=keys, head_dim=64)
+    slopes = torch.tensor([0.5, 0.25, 1.0, 2.0], device="cuda") if case == "alibi" else None
+    check(inputs, mask, allowed=allowed, train=train, alibi_slopes=slopes)
+
+
+def test_more_windows_than_are_compiled_as_constants():
+    for left in range(10, 24):
+        allowed = band(LENGTH, LENGTH, -left, 0)
+        check(square(), masks.Causal() & masks.Window(left), allowed=allowed, train=False)
+
+
+def test_given_blocks_beside_a_mask_that_lets_everything_pass():
+    """torch ignores the lists there unless it sees a mask: pytorch#188322."""
+    counts = torch.full((1, 1, 3), 1, dtype=torch.int32, device="cuda")
+    columns = torch.tensor([[1, 0, 2], [2, 0, 1], [0, 1, 2]], dtype=torch.int32, device="cuda")[None, None]
+    given = BlockMask.from_kv_blocks(counts, columns, BLOCK_SIZE=128, mask_mod=noop_mask)
+    blocks = torch.zeros(3, 3, dtype=torch.bool, device="cuda")
+    blocks[[0, 1, 2], [1, 2, 0]] = True
+    allowed = blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    check(square(), masks.Blocks(given), allowed=allowed, train=False)
 
 
 def check_kernels(on_device, names):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,9 +28,9 @@ def no_constants_yet(monkeypatch):
     monkeypatch.setattr(mods, "_CONSTANTS", set())
 
 
-def asked(mask, extent):
+def asked(mask, extent, names=None):
     """Ask the expression for every pair."""
-    names = Names("m")
+    names = names or Names("m")
     text = expression(mask.lower(FULL, extent), names, CPU)
     space = {f"m{n}": t for n, t in enumerate(names.tensors)}
     space |= {f"mf{n}": f for n, f in enumerate(names.functions)}
@@ -57,6 +59,19 @@ def by_block(full, block, reduce):
 def test_the_expression_of_a_mask_is_the_mask(drawn):
     mask, extent = drawn
     assert torch.equal(asked(mask, extent), written_out(mask, extent))
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks())
+def test_for_cute_dsl_no_tensor_is_read_but_at_an_index_that_varies(drawn):
+    """Neither a tensor without a dimension nor a constant index: pytorch#177813."""
+    mask, extent = drawn
+    names = Names("m", constants=False, cute=True)
+    text = expression(mask.lower(FULL, extent), names, CPU)
+    for read in re.findall(r"\bm\d+\b(\[[^\[\]]*\])?", text):
+        assert all(re.search(r"\b[bhij]\b", index) for index in read[1:-1].split(",")), text
+    assert all(t.dim() for t in names.tensors)
+    assert torch.equal(asked(mask, extent, Names("m", constants=False, cute=True)), written_out(mask, extent))
 
 
 @settings(max_examples=150, deadline=None)
