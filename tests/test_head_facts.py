@@ -50,3 +50,21 @@ def test_dv_is_stored_in_whole_pieces_where_counting_says_so(head_dim_qk, head_d
 def test_pairs_that_public_reports_name(pair, fits_16, fits_32):
     found = facts(*pair)
     assert (found["dv_store_fits_16"], found["dv_store_fits_32"]) == (fits_16, fits_32)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "narrow", "wide", "hopper"),
+    [(8, 32, 32, 64), (72, 96, 96, 96), (128, 128, 128, 128), (136, 160, 192, 192), (200, 256, 256, 256)],
+)
+def test_accumulators_are_as_wide_as_each_release_rounds_head_dims(head_dim, narrow, wide, hopper):
+    found = facts(head_dim, 8)
+    elements = {n: found[f"dq_accumulator_{n}"] // 128 for n in ("elements", "elements_wide", "row_elements")}
+    assert elements == {"elements": narrow, "elements_wide": wide, "row_elements": hopper}
+
+
+@given(HEAD_DIMS, HEAD_DIMS)
+def test_values_are_wider_by_whole_tiles(head_dim_qk, head_dim_v):
+    found = facts(head_dim_qk, head_dim_v)
+    tiles_qk, tiles_v = (len(range(0, n, 16)) for n in (head_dim_qk, head_dim_v))
+    assert found["head_dims_ratio"] == tiles_v / tiles_qk
+    assert found["fa4_tile_bytes"] == 32 * (128 * tiles_qk + 64 * (tiles_qk + tiles_v))

@@ -26,8 +26,8 @@ from attnroute.call import (
     PrefixNode,
     WindowNode,
 )
+from attnroute.facts import heads
 from attnroute.facts.empty import empty_rows_of
-from attnroute.facts.heads import accumulator_width, store_fits, tile_mod_32
 from attnroute.facts.nested import is_cross, lengths_vary, nested
 from attnroute.facts.reach import reach_of
 from attnroute.vocabulary import DTYPES, Distributed, EmptyRows, Layout, Phase, ScaleSign, Transform
@@ -84,16 +84,23 @@ FACTS: Final[dict[str, str]] = {
     "key_reach": "the same of key and value",
     "query_elements": "the same of all heads of all batches: as many elements as query or output spread over",
     "key_elements": "the same of key and value",
+    "dq_accumulator_elements_wide": "the same, a head_dim_qk above 128 up to 64",
+    "dq_accumulator_row_elements": (
+        "num_heads_q * seqlen_q * head_dim_qk: those of one batch row, the last two up to 128 and to the next"
+        " of 64, 96, 128, 192 and 256"
+    ),
     "head_dim_qk": "last dimension of query and key",
     "head_dim_v": "last dimension of value",
     "head_dim_max": "the larger of head_dim_qk and head_dim_v",
     "head_dims_equal": "head_dim_qk equals head_dim_v",
+    "head_dims_ratio": "head_dim_v / head_dim_qk, both rounded up to multiples of 16",
     "head_dims_power_of_two": "head_dim_qk and head_dim_v are powers of two",
     "head_dim_qk_tile_mod_32": "head_dim_qk, rounded up to a multiple of 16, modulo 32",
     "dv_store_fits_16": (
         "half of head_dim_v is a multiple of gcd(32, half of head_dim_qk), both rounded up to multiples of 16"
     ),
     "dv_store_fits_32": "the same as dv_store_fits_16, both rounded up to multiples of 32",
+    "fa4_tile_bytes": "2 * (192 * head_dim_qk + 64 * head_dim_v): 128 queries and 64 keys in shared memory",
     "gqa_ratio_power_of_two": "num_heads_q / num_heads_kv is a power of two",
     "layout": "bhsd, bshd or thd",
     "phase": "inference or training",
@@ -165,6 +172,8 @@ LENGTH_FACTS: Final = frozenset(
         "key_reach",
         "query_elements",
         "key_elements",
+        "dq_accumulator_elements_wide",
+        "dq_accumulator_row_elements",
     }
 )
 """The fields whose value changes with every length: only what rules ask about them sorts calls."""
@@ -219,6 +228,7 @@ def sizes_of(call: Call) -> Facts:
     batch = _length(call, "batch")
     seqlen_q, seqlen_kv = _length(call, "seqlen_q"), _length(call, "seqlen_kv")
     varies = isinstance(seqlen_q, Varies) or isinstance(seqlen_kv, Varies)
+    rows = _product(call.num_heads_q, _round_up(seqlen_q, 128))
     return {
         "dtype": call.dtype,
         "batch": batch,
@@ -232,18 +242,20 @@ def sizes_of(call: Call) -> Facts:
         "seqlen_kv_mod_128": _mod_128(seqlen_kv),
         "score_elements": _product(batch, call.num_heads_q, seqlen_q, seqlen_kv),
         "mask_elements": _product(seqlen_q, seqlen_kv),
-        "dq_accumulator_elements": _product(
-            batch, call.num_heads_q, _round_up(seqlen_q, 128), accumulator_width(call.head_dim_qk)
-        ),
+        "dq_accumulator_elements": _product(batch, rows, heads.accumulator_width(call.head_dim_qk)),
+        "dq_accumulator_elements_wide": _product(batch, rows, heads.up_wide(call.head_dim_qk)),
+        "dq_accumulator_row_elements": _product(rows, heads.up_to_hopper(call.head_dim_qk)),
         **reach_of(call),
         "head_dim_qk": call.head_dim_qk,
         "head_dim_v": call.head_dim_v,
         "head_dim_max": max(call.head_dim_qk, call.head_dim_v),
         "head_dims_equal": call.head_dim_qk == call.head_dim_v,
+        "head_dims_ratio": heads.ratio(call.head_dim_qk, call.head_dim_v),
         "head_dims_power_of_two": _is_power_of_two(call.head_dim_qk) and _is_power_of_two(call.head_dim_v),
-        "head_dim_qk_tile_mod_32": tile_mod_32(call.head_dim_qk),
-        "dv_store_fits_16": store_fits(call.head_dim_qk, call.head_dim_v, 16),
-        "dv_store_fits_32": store_fits(call.head_dim_qk, call.head_dim_v, 32),
+        "head_dim_qk_tile_mod_32": heads.tile_mod_32(call.head_dim_qk),
+        "dv_store_fits_16": heads.store_fits(call.head_dim_qk, call.head_dim_v, 16),
+        "dv_store_fits_32": heads.store_fits(call.head_dim_qk, call.head_dim_v, 32),
+        "fa4_tile_bytes": heads.tile_bytes(call.head_dim_qk, call.head_dim_v),
         "gqa_ratio_power_of_two": _is_power_of_two(call.num_heads_q // max(1, call.num_heads_kv)),
     }
 

@@ -25,10 +25,13 @@ from row_sides import (
     window,
 )
 
+DSL_4_6 = "shared/fa4_sm_103/backward-cutlass-dsl-4-6-0"
 COMMON, FEATURES = "shared/fa4_sm_10x", "shared/fa4_sm_10x_features"
 SOFTCAP = {"softcap": 30.0}
 BSHD = {"layout": "bshd"}
 WIDE = dims(256)
+LATENT = TRAINING | dims(192, 128)
+CUDA_12 = {"torch": "2.11.0+cu128"}
 
 COMMON_CASES = [
     Case(f"{COMMON}/head-dim-multiple-of-8-before-b5", "sm_100", dims(68) | fa4(4), dims(72)),
@@ -48,6 +51,8 @@ COMMON_CASES = [
     Case(f"{COMMON}/backward-dv-store-16", "sm_100", TRAINING | dims(128, 96) | fa4(29), dims(128, 64)),
     Case(f"{COMMON}/backward-dv-store-32", "sm_103", TRAINING | dims(128, 96), {"phase": "inference"}),
     Case(f"{COMMON}/backward-dv-store-32", "sm_110", TRAINING | dims(64, 96), dims(64, 128)),
+    Case(f"{COMMON}/backward-192-cuda-12", "sm_100", LATENT | fa4(10, **CUDA_12), fa4(10)),
+    Case(f"{COMMON}/backward-192-cuda-12", "sm_110", LATENT | fa4(12, **CUDA_12), fa4(13, **CUDA_12)),
     Case(f"{COMMON}/head-dim-256-layout-before-b20", "sm_100", WIDE | fa4(19), BSHD),
     Case(f"{COMMON}/head-dim-256-layout-before-b20", "sm_100", WIDE | fa4(19), fa4(20)),
     Case(
@@ -74,8 +79,8 @@ FEATURE_CASES = [
     Case(
         f"{FEATURES}/backward-window-192-before-b7",
         "sm_100",
-        TRAINING | dims(192, 128) | window(64, 0) | fa4(5),
-        fa4(7),
+        TRAINING | dims(192, 128) | window(64, 0) | fa4(4),
+        fa4(5),
     ),
     Case(f"{FEATURES}/head-dim-256-window-before-b34", "sm_100", WIDE | window(64, 0) | fa4(33), fa4(34)),
     Case(f"{FEATURES}/head-dim-256-window-before-b34", "sm_100", WIDE | window(64, 0) | fa4(33), dims(128)),
@@ -111,6 +116,10 @@ FEATURE_CASES = [
 ]
 OTHER_CASES = [
     Case("sm_103/fa4/arch-before-b15", "sm_103", fa4(14), fa4(15)),
+    Case(DSL_4_6, "sm_103", TRAINING | fa4(26, "4.6.0"), fa4(26)),
+    Case(DSL_4_6, "sm_103", TRAINING | fa4(20, "4.6.1"), fa4(20, "4.6.2")),
+    Case(DSL_4_6, "sm_103", TRAINING | THD | MQA | fa4(26, "4.6.0"), MHA),
+    Case(DSL_4_6, "sm_103", TRAINING | fa4(26, "4.6.0"), {"phase": "inference"}),
     Case("shared/fa4_sm_110/cutlass-dsl-before-4-6", "sm_110", fa4(16, "4.5.2"), fa4(27, "4.8.1")),
     Case("shared/fa4_sm_110/head-dim-256-before-b15", "sm_110", WIDE | fa4(14), fa4(15)),
     Case("shared/fa4_sm_110/head-dim-256-before-b15", "sm_110", WIDE | fa4(14), dims(128)),
@@ -140,7 +149,7 @@ def test_a_row_refuses_one_side_and_takes_the_other(case):
 
 
 def test_every_row_but_the_recorded_ones_has_a_case():
-    mine = {r for r in rows_of("fa4") if r.startswith((COMMON, "sm_103/", "shared/fa4_sm_110"))}
+    mine = {r for r in rows_of("fa4") if r.startswith(("shared/fa4_sm_1", "sm_103/"))}
     assert {case.rule for case in CASES} == {r for r in mine if "/validator-" not in r}
 
 

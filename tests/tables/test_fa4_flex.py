@@ -19,6 +19,7 @@ MASKS = {
     "function": {"kind": "function"},
     "not": {"kind": "not", "part": [{"kind": "causal"}]},
 }
+LATENT = TRAINING | dims(192, 128)
 ALIBI = {"bias": {"kind": "alibi"}}
 CROSS = {"layout": "bshd", "batch": 1, "mask": ({"kind": "documents", "cross": True},)}
 
@@ -72,6 +73,18 @@ CASES = [
         dims(128),
     ),
     Case("sm_103/flex_fa4/arch-before-b15", "sm_103", fa4(14), fa4(15)),
+    Case(f"{HOPPER}/blocks-b13", "sm_90", causal() | fa4(13), fa4(14)),
+    Case(f"{HOPPER}/blocks-b13", "sm_90", causal() | fa4(13), fa4(12)),
+    Case(f"{HOPPER}/blocks-b13", "sm_90", causal() | fa4(13), {"mask": ()}),
+    *(
+        Case(f"{BLACKWELL}/backward-192-scores-before-b17", arch, LATENT | scores | fa4(release), taken)
+        for arch, release, scores, taken in (
+            ("sm_100", 11, FUNCTION, fa4(17)),
+            ("sm_103", 16, {"softcap": 30.0}, {"softcap": 0.0}),
+            ("sm_110", 16, ALIBI, dims(128)),
+            ("sm_100", 16, FUNCTION, {"phase": "inference"}),
+        )
+    ),
 ]
 NO_OTHER_SIDE = {"sm_80/flex_fa4/arch", "sm_120/flex_fa4/arch", "sm_107/flex_fa4/arch-not-tried"}
 """Rows that refuse every call."""

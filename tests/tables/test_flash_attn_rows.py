@@ -36,6 +36,17 @@ def xformers(release):
     return {"versions": {"xformers": release}}
 
 
+def at(seqlen_q, head_dim):
+    """Return 1,600 heads of a length, a few keys each."""
+    return dims(head_dim) | lengths(seqlen_q, 128) | {"batch": 400, "num_heads_q": 4, "num_heads_kv": 4}
+
+
+def built(xformers_release, torch):
+    return {"versions": {"xformers": xformers_release, "torch": torch}}
+
+
+GQA = {"num_heads_kv": 2}
+TABPFN = TRAINING | dims(72) | lengths(15, 15) | {"batch": 28800, "num_heads_q": 16, "num_heads_kv": 16}
 OLD = "shared/fa2_backward_before_2_7_3"
 FA2_CASES = [
     Case("any/fa2/dtype", "sm_80", {"dtype": "float32"}, {"dtype": "float16"}),
@@ -74,6 +85,44 @@ FA2_CASES = [
         "sm_90",
         THD | TRAINING | dims(128) | lengths(488320, 488320) | {"num_heads_q": 32},
         lengths(488192, 488192),
+    ),
+    # Both sides of 2^31 elements, with the head dim as each release rounds it.
+    *(
+        Case(f"any/fa2/backward-offsets-32-bit{row}", "sm_90", TRAINING | at(long, dim) | fa2(release), taken)
+        for row, release, dim, long, taken in (
+            ("", "2.8.3.post1", 128, 10496, at(10368, 128)),
+            ("", "2.8.0", 136, 7040, at(6912, 136)),
+            ("", "2.8.3", 128, 10369, {"phase": "inference"}),
+            ("-before-2-8", "2.7.4", 136, 8448, at(8320, 136)),
+            ("-before-2-8", "2.6.2", 224, 5248, at(5120, 224)),
+            ("-before-2-8", "2.7.4.post1", 72, 14080, {"layout": "bshd", "batch": 390}),
+            ("-before-2-8", "2.6.1", 224, 5248, at(5120, 224)),
+            ("-before-2-8", "2.5.0", 72, 14080, at(13952, 72)),
+        )
+    ),
+    Case("any/fa2/backward-offsets-32-bit", "sm_80", TABPFN | fa2("2.8.3"), {"batch": 1024}),
+    Case(
+        "any/fa2/softcap-backward-before-2-6-2",
+        "sm_80",
+        TRAINING | {"softcap": 30.0} | fa2("2.6.1"),
+        fa2("2.6.2"),
+    ),
+    Case(
+        "any/fa2/softcap-backward-before-2-6-2",
+        "sm_90",
+        TRAINING | {"softcap": 30.0} | fa2("2.6.0"),
+        {"phase": "inference"},
+    ),
+    Case("any/fa2/split-keys-before-2-6-2", "sm_80", lengths(1, 4096) | fa2("2.6.1"), fa2("2.6.2")),
+    Case("any/fa2/split-keys-before-2-6-2", "sm_80", lengths(64, 65) | fa2("2.5.0"), lengths(65, 65)),
+    Case("any/fa2/split-keys-before-2-6-2", "sm_80", lengths(64, 65) | fa2("2.5.0"), DROPOUT),
+    *(
+        Case("any/fa2/single-query-log-sum-exp", "sm_90", THD | lengths(1, 64) | GQA | asked, taken)
+        for asked, taken in (
+            ({"return_lse": True}, {"return_lse": False}),
+            ({"sink": True}, {"num_heads_kv": 8}),
+            ({"sink": True}, lengths(2, 64)),
+        )
     ),
     Case(f"{OLD}/backward-head-dim-before-2-5-5", "sm_86", TRAINING | dims(200) | fa2("2.5.4"), dims(192)),
     Case(f"{OLD}/backward-head-dim-before-2-5-5", "sm_89", TRAINING | dims(256) | fa2("2.5.4"), fa2("2.5.5")),
@@ -147,6 +196,52 @@ FA3_CASES = [
         TRAINING | dims(192, 128) | xformers("0.0.33"),
         dims(192),
     ),
+    Case(
+        "any/fa3/backward-offsets-32-bit",
+        "sm_90",
+        TRAINING | dims(128) | lengths(524416, 1024) | {"num_heads_q": 32},
+        lengths(524160, 1024),
+    ),
+    Case(
+        "any/fa3/backward-offsets-32-bit",
+        "sm_90",
+        TRAINING | dims(200) | lengths(262272, 1024) | {"num_heads_q": 32},
+        {"batch": 1},
+    ),
+    Case("any/fa3/backward-tokens-32-bit", "sm_90", TRAINING | lengths(8000001, 8), lengths(8000000, 8)),
+    Case("any/fa3/backward-tokens-32-bit", "sm_90", TRAINING | lengths(8, 8000001), {"phase": "inference"}),
+    Case(
+        "any/fa3/long-keys-in-older-xformers",
+        "sm_90",
+        lengths(8, 2000001) | built("0.0.32.post2", "2.8.0"),
+        built("0.0.33", "2.9.0"),
+    ),
+    Case(
+        "any/fa3/long-keys-in-older-xformers",
+        "sm_90",
+        lengths(1000001, 8) | built("0.0.31", "2.7.1"),
+        lengths(1000000, 2000000),
+    ),
+    Case(
+        "any/fa3/backward-deterministic-in-older-xformers",
+        "sm_90",
+        TRAINING | {"deterministic": True} | built("0.0.32", "2.8.0"),
+        built("0.0.33", "2.9.0"),
+    ),
+    *(
+        Case(f"any/fa3/{row}", "sm_90", built(release, wrong), built(release, right))
+        for row, release, wrong, right in (
+            ("torch-of-xformers-0-0-31", "0.0.31", "2.8.0", "2.7.1+cu128"),
+            ("torch-of-xformers-0-0-31", "0.0.31.post1", "2.7.0", "2.7.1"),
+            ("torch-of-xformers-0-0-32", "0.0.32.post1", "2.9.0+cu128", "2.8.0"),
+            ("torch-of-xformers-0-0-32", "0.0.32.post2", "2.11.0", "2.8.0+cu129"),
+            ("torch-of-xformers-0-0-33", "0.0.33", "2.9.1", "2.9.0"),
+            ("torch-of-xformers-0-0-33", "0.0.33.post1", "2.10.0", "2.9.0+cu128"),
+            ("torch-of-xformers-0-0-33-post2", "0.0.33.post2", "2.9.0", "2.9.1"),
+            ("torch-before-xformers-0-0-34", "0.0.34", "2.9.1", "2.10.0"),
+            ("torch-before-xformers-0-0-34", "0.0.34", "2.9.1", "2.13.0+cu130"),
+        )
+    ),
     Case("any/fa3/aligned", "sm_90", strides(aligned_16=False), strides()),
     Case("any/fa3/scale-positive", "sm_90", {"scale": "negative"}, {"scale": "positive"}),
 ]
@@ -216,6 +311,19 @@ def test_softcap_depends_on_whose_fa3_it_is():
     softcap = causal() | {"softcap": 50.0}
     assert verdict("fa3", FA3_HOST, "sm_90", softcap).status == "eligible"
     assert verdict("fa3", XFORMERS_HOST, "sm_90", softcap).status == "rejected"
+
+
+@pytest.mark.parametrize("release", ["0.0.31", "0.0.31.post1", "0.0.32.post2", "0.0.33", "0.0.33.post2"])
+def test_a_copy_of_fa3_runs_with_the_torch_that_it_is_built_for(release):
+    torches = ("2.7.0", "2.7.1", "2.8.0", "2.9.0", "2.9.1", "2.10.0", "2.11.0", "2.14.0a0+git123")
+    pinned = {"0.0.31": "2.7.1", "0.0.32": "2.8.0", "0.0.33": "2.9.0"}
+    wanted = "2.9.1" if release == "0.0.33.post2" else pinned[release[:6]]
+    taken = [
+        t
+        for t in torches
+        if verdict("fa3", built(release, t)["versions"], "sm_90", causal()).status == "eligible"
+    ]
+    assert taken == [wanted]
 
 
 def test_a_beta_of_fa3_is_not_described():
