@@ -89,7 +89,11 @@ def attention(
         mask: Who may attend: a mask object (`attnroute.masks`), a BlockMask of torch's FlexAttention or a
             bool tensor, True = attend, that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv) from 1,
             2 or 4 dimensions. A float tensor is taken as `bias`; torch's CausalBias is causal with its
-            alignment. Not beside layout thd.
+            alignment. Not beside layout thd. What a tensor here, in a mask object or in `cu_seqlens_q` says
+            is worked out once, and again after a change that torch counts or after ``mask.data = other``; of
+            memory shared with numpy, a file or another process in each call. No other change can be seen:
+            after a write through ``mask.data``, the storage, an exported DLPack capsule or CUDA array, say
+            ``torch.autograd.graph.increment_version(mask)``.
         bias: Float tensor of any float dtype added to the scaled scores, broadcasting as `mask` does, or a
             bias object (`attnroute.biases`): Dense, ALiBi or Function (a score_mod), and Softcap. Tensors
             get a gradient when they require one.

@@ -107,8 +107,25 @@ def bias_of(args: Arguments) -> Tensor | None:
     """Return the bias; a float mask is one, and both add up."""
     mask = args.mask
     if isinstance(mask, Tensor) and mask.dtype != torch.bool:
-        return mask if args.bias is None else mask + args.bias
+        return mask if args.bias is None else _sum(mask, args.bias, args.query.dtype)
     return args.bias
+
+
+def _sum(mask: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add two biases in the widest of their dtypes and the query's, and never in fewer than 32 bits.
+
+    A sum of 16-bit ones goes back to the query's 16 bits with one rounding. What is finite stays finite, as
+    -inf would leave out a key that large negative numbers only move away.
+    """
+    wide = torch.float32
+    for other in (mask.dtype, bias.dtype, dtype):
+        # torch promotes no 8-bit float.
+        wide = wide if other.itemsize == 1 else torch.promote_types(wide, other)
+    total = mask.to(wide) + bias.to(wide)
+    if max(mask.dtype.itemsize, bias.dtype.itemsize, dtype.itemsize) > 2 or dtype.itemsize == 1:
+        return total
+    bound = torch.finfo(dtype).max
+    return torch.where(total.isinf(), total, total.clamp(-bound, bound)).to(dtype)
 
 
 def call_of(args: Arguments, extent: Extent, mask: Mask | None, *, look: bool) -> Call:

@@ -97,7 +97,8 @@ def _is_readable(tensor: Tensor) -> bool:
 def _shared(tensor: Tensor, extent: Extent) -> Seen:
     """Look, or return what another view of the same memory showed."""
     base = tensor._base  # noqa: SLF001 - torch has no public name for what a view is a view of
-    if base is None:
+    if base is None or base.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        # `tensor.data = other` leaves a view its base.
         return _look(tensor, extent)
     keeper = keeper_of(base, views=1)
     if keeper is None:

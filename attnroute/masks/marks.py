@@ -67,6 +67,19 @@ def places_of(tensor: Tensor) -> tuple[Hashable, ...]:
     return (tensor.untyped_storage()._cdata, tensor._base is None), id(tensor)
 
 
+def is_private(tensor: Tensor) -> bool:
+    """Return whether nobody outside of torch has the memory of a tensor, as far as torch knows.
+
+    Who writes into it from numpy, from another process or through a buffer raises no version. Memory that
+    torch did not allocate, or gave to numpy, cannot be resized: `torch.from_numpy`, `torch.from_dlpack`,
+    `torch.frombuffer`, files, `tensor.numpy()`. Memory of other processes is shared.
+    """
+    if not _is_plain(tensor):
+        return True
+    storage = tensor.untyped_storage()
+    return storage.resizable() and not (tensor.is_cpu and storage.is_shared())
+
+
 def _state(tensor: Tensor, base: Tensor | None) -> tuple[object, ...]:
     """Return what changes when a tensor is written to or gets other memory, as by `tensor.data = other`."""
     whole = tensor if base is None else base

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from attnroute import fits
 from attnroute.masks import checks
 from attnroute.masks.identity import KEEPER
-from attnroute.masks.marks import Mark, places_of
+from attnroute.masks.marks import Mark, is_private, places_of
 from attnroute.masks.region import allowed, whole
 from attnroute.masks.tracing import address, is_traced, is_tracing
 from attnroute.memory import Memory
@@ -281,7 +281,7 @@ def may_remember(owner: object) -> bool:
     # What was made before is baked into a graph that is captured, and stale when that is replayed.
     if any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing():
         return False
-    return all(not t.requires_grad and not t.is_inference() for t in tensors)
+    return all(not t.requires_grad and not t.is_inference() and is_private(t) for t in tensors)
 
 
 def remember(owner: object, what: Hashable, make: Callable[[], _T]) -> _T:
