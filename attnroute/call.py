@@ -64,12 +64,13 @@ class KeyPaddingNode(_Plain):
     """Per batch row, only some keys exist.
 
     `lengths` counts them when the padding is on the right (or on the left, with `side`); None when only
-    the device knows.
+    the device knows. `finite` says that the keys and values left out hold no NaN and no infinity.
     """
 
     kind: Literal["key_padding"] = "key_padding"
     lengths: tuple[Count, ...] | None = None
     side: Literal["right", "left", "any"] = "right"
+    finite: bool = False
 
 
 class PrefixNode(_Plain):

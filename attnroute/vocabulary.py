@@ -53,6 +53,7 @@ Feature = Literal[
 ]
 Repair = Literal[
     "recognize_mask",
+    "clear_left_out",
     "from_varlen",
     "to_varlen",
     "sink_from_lse",

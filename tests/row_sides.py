@@ -27,6 +27,10 @@ TRAINING = {"phase": "training"}
 THD = {"layout": "thd", "batch": 1}
 
 
+PADDED = {"mask": ({"kind": "key_padding", "lengths": (100, 512)},)}
+FINITE = {"mask": ({"kind": "key_padding", "lengths": (100, 512), "finite": True},)}
+
+
 class Case(NamedTuple):
     """One row, held against two calls.
 
@@ -44,6 +48,10 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.arch}:{self.rule}"
+
+
+LEFT_OUT_CASE = Case("shared/left_out_finite/zero-times-nan", "sm_90", PADDED, FINITE)
+"""Of every backend that reads what padding leaves out."""
 
 
 def dims(qk, v=None):

@@ -50,15 +50,15 @@ def _form(call: Call, arch: str, tables: Tables) -> Hashable:
     nodes = tuple((n.kind, n.contiguous if isinstance(n, DocumentsNode) else None) for n in call.mask)
     # What a materialised mask is depends on these, through the repairs.
     rows = empty_rows_of(call.with_(bias=None)) if call.mask else None
-    derived = (call.seqlen_q > 1, may_grow(call), rows)
+    derived = (call.seqlen_q > 1, rows)
     return (fixed, asked, nodes, derived, _repaired(call), call.context, call.qkv_requires_grad)
 
 
 def _repaired(call: Call) -> Hashable:
     """What repairs read in a mask and no row can ask: the side of padding, what a disjunction is made of."""
     tensor = apply("materialize_mask", call)
-    rows = None if tensor is None else facts_of(tensor[0])["mask_has_query_dim"]
-    return apply("to_varlen", call) is None, rows
+    built = None if tensor is None else (facts_of(tensor[0])["mask_has_query_dim"], may_grow(call))
+    return apply("to_varlen", call) is None, built
 
 
 def length_conditions(tables: Tables, arch: str) -> tuple[Condition, ...]:

@@ -47,6 +47,17 @@ def _recognize(call: Call) -> Change | None:
     return None if changed is None else (changed, 0)
 
 
+def _clear_left_out(call: Call) -> Change | None:
+    """Keys and values that padding leaves out become zeros, in copies."""
+    if all(n.finite for n in call.mask if isinstance(n, KeyPaddingNode)):
+        return None
+    mask = tuple(
+        n.model_copy(update={"finite": True}) if isinstance(n, KeyPaddingNode) else n for n in call.mask
+    )
+    size = call.batch * call.num_heads_kv * call.seqlen_kv * (call.head_dim_qk + call.head_dim_v)
+    return call.with_(mask=mask), size * DTYPE_BYTES[call.dtype]
+
+
 def _to_varlen(call: Call) -> Change | None:
     """Documents, or padded rows without their padding, become the sequences of one ragged batch."""
     band = tuple(n for n in call.mask if isinstance(n, CausalNode | WindowNode))
@@ -277,6 +288,7 @@ def _product(shape: tuple[int, ...] | list[int]) -> int:
 
 _CHANGES: Final[dict[Repair, Callable[[Call], Change | None]]] = {
     "recognize_mask": _recognize,
+    "clear_left_out": _clear_left_out,
     "from_varlen": _from_varlen,
     "to_varlen": _to_varlen,
     "backward_from_chunked": _backward_from_chunked,

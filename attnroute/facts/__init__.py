@@ -115,6 +115,7 @@ FACTS: Final[dict[str, str]] = {
     ),
     "documents": "the mask has a documents node; those inside a disjunction or a negation do not count",
     "key_padding": "the mask has a key padding node; those inside a disjunction or a negation do not count",
+    "left_out_finite": "what key padding nodes leave out holds no NaN and no infinity; true without one",
     "prefix": "the mask has a prefix node; those inside a disjunction or a negation do not count",
     "combined_mask": (
         "the mask has a disjunction or a negation: a kernel that takes one evaluates the causal, window, "
@@ -273,6 +274,7 @@ def _mask(call: Call) -> Facts:
         "window_looks_ahead": bool(windows) and not causal and all(n.right != 0 for n in windows),
         "documents": any(isinstance(n, DocumentsNode) for n in nodes),
         "key_padding": any(isinstance(n, KeyPaddingNode) for n in nodes),
+        "left_out_finite": all(n.finite for n in nodes if isinstance(n, KeyPaddingNode)),
         "prefix": any(isinstance(n, PrefixNode) for n in nodes),
         "dense_mask": any(isinstance(n, DenseNode) for n in nested(nodes)),
         "function_mask": any(isinstance(n, FunctionNode) for n in nested(nodes)),

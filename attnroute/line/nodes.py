@@ -25,6 +25,7 @@ from attnroute.line.words import (
     EMPTY,
     FULL,
     FUNCTION,
+    KEYS,
     NOT,
     OPEN,
     PREFIX,
@@ -89,7 +90,8 @@ def _write_counted(node: DocumentsNode | KeyPaddingNode | PrefixNode | FunctionN
     if isinstance(node, DocumentsNode):
         return f"documents{_write_lengths(node.lengths)}{write_options(node, DOCUMENTS)}"
     if isinstance(node, KeyPaddingNode):
-        return f"{next(w for w, side in SIDES.items() if side == node.side)}{_write_lengths(node.lengths)}"
+        word = next(w for w, side in SIDES.items() if side == node.side)
+        return f"{word}{_write_lengths(node.lengths)}{write_options(node, KEYS)}"
     if isinstance(node, PrefixNode):
         return f"prefix{_write_lengths(node.lengths)}{write_options(node, PREFIX)}"
     shape = node.block_mask_shape
@@ -141,8 +143,8 @@ def _documents(_name: str, value: str | None, options: list[str]) -> MaskNode:
 
 
 def _keys(name: str, value: str | None, options: list[str]) -> MaskNode:
-    _fields(options, {})
-    return KeyPaddingNode.model_validate({"lengths": _lengths(value), "side": SIDES[name]})
+    counted = {"lengths": _lengths(value), "side": SIDES[name]}
+    return KeyPaddingNode.model_validate({**counted, **_fields(options, KEYS)})
 
 
 def _prefix(_name: str, value: str | None, options: list[str]) -> MaskNode:

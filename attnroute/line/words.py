@@ -89,6 +89,7 @@ FUNCTION: Final[dict[str, tuple[str, object]]] = {
     "no_batch": ("per_batch", False),
     "no_head": ("per_head", False),
 }
+KEYS: Final[dict[str, tuple[str, object]]] = {"finite": ("finite", True)}
 SIDES: Final = {"keys": "right", "keys-left": "left", "keys-any": "any"}
 OPEN, EMPTY, SCALAR, FULL = "open", "empty", "scalar", "full"
 ANY, NOT = "any", "not"

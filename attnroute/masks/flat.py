@@ -17,7 +17,7 @@ FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "Causal": ("alignment",),
     "Window": ("left", "right", "alignment"),
     "Documents": ("lengths", "ids", "cu_seqlens", "position_ids"),
-    "KeyPadding": ("lengths", "left", "keep"),
+    "KeyPadding": ("lengths", "left", "keep", "finite"),
     "PrefixLM": ("lengths", "alignment"),
     "Dense": ("tensor",),
     "All": ("parts",),

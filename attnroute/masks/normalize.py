@@ -77,10 +77,15 @@ def recognized(call: Call) -> Call | None:
     nodes: list[MaskNode] = []
     for node in call.mask:
         if isinstance(node, DenseNode) and node.recognized is not None:
-            nodes.extend(node.recognized)
+            # A tensor is taken as stock takes it: what it leaves out reaches the output where it is NaN.
+            nodes.extend(_finite(n) if isinstance(n, KeyPaddingNode) else n for n in node.recognized)
         else:
             nodes.append(node)
     return normalize(call.with_(mask=tuple(nodes)))
+
+
+def _finite(node: KeyPaddingNode) -> KeyPaddingNode:
+    return node.model_copy(update={"finite": True})
 
 
 def conjunction(nodes: Nodes, sizes: Sizes) -> Nodes:

@@ -129,6 +129,9 @@ class KeyPadding(Mask):
             (batch,).
         left: Padding keys at the start (padding on the left): ints or an integer tensor (batch,).
         keep: Bool tensor (batch, seqlen_kv), True where the key exists.
+        finite: What is left out holds no NaN and no infinity, as padded embeddings do. Kernels multiply left
+            out values with a weight of zero, and zero times NaN is NaN; so unless this is stated, key and
+            value are copied with zeros there for kernels that read them.
 
     Raises:
         ArgumentError: None or several of the three are given, or one is no such counts or tensor.
@@ -137,9 +140,12 @@ class KeyPadding(Mask):
     lengths: Lengths | None = None
     left: Lengths | None = None
     keep: Tensor | None = None
+    finite: bool = False
 
     def __post_init__(self) -> None:
         """Check that exactly one form is given, and freeze Python sequences."""
+        if not isinstance(self.finite, bool):
+            raise argument_error("KeyPadding finite", "True or False", repr(self.finite), "pass one of them")
         given = [n for n in ("lengths", "left", "keep") if getattr(self, n) is not None]
         if len(given) != 1:
             raise argument_error(
@@ -162,16 +168,16 @@ class KeyPadding(Mask):
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the key padding node; counts only where no device needs to be asked."""
         if isinstance(self.lengths, tuple):
-            return (KeyPaddingNode(lengths=self.lengths, side="right"),)
+            return (KeyPaddingNode(lengths=self.lengths, side="right", finite=self.finite),)
         if isinstance(self.left, tuple):
             kept = tuple(max(extent.seqlen_kv - n, 0) for n in self.left)
-            return (KeyPaddingNode(lengths=kept, side="left"),)
+            return (KeyPaddingNode(lengths=kept, side="left", finite=self.finite),)
         side = "right" if self.lengths is not None else "left" if self.left is not None else "any"
-        return (KeyPaddingNode(side=side),)  # type: ignore[arg-type]
+        return (KeyPaddingNode(side=side, finite=self.finite),)  # type: ignore[arg-type]
 
     def key(self) -> object:
         """Return what the description depends on."""
-        parts = (self.lengths, self.left, self.keep)
+        parts = (self.finite, self.lengths, self.left, self.keep)
         return ("key_padding", *(("shape", *p.shape) if checks.is_tensor(p) else p for p in parts))
 
     def check(self, extent: Extent) -> None:

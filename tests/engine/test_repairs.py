@@ -43,6 +43,7 @@ CALL = Call(
 SQUARE = CALL.with_(seqlen_q=32)
 MAY_CHANGE = {
     "recognize_mask": {"mask"},
+    "clear_left_out": {"mask"},
     "from_varlen": {"mask", "layout"},
     "to_varlen": {"mask", "layout"},
     "backward_from_chunked": {"phase", "return_lse", "qkv_requires_grad"},

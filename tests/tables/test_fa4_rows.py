@@ -7,6 +7,7 @@ from fa4_hosts import DETERMINISTIC, MHA, MQA, NEWEST, RELEASES, SINK, dsl_of, f
 from hypothesis import given
 from hypothesis import strategies as st
 from row_sides import (
+    LEFT_OUT_CASE,
     THD,
     TRAINING,
     Case,
@@ -83,6 +84,7 @@ PACKAGE_CASES = [
 ]
 
 ANY_CASES = [
+    LEFT_OUT_CASE,
     Case("any/fa4/diagonal-at-bottom-right", "sm_90", lengths(5, 8) | causal(), causal("bottom_right")),
     Case("any/fa4/diagonal-at-bottom-right", "sm_90", lengths(5, 8) | window(2, 2), lengths(8, 8)),
     Case("any/fa4/softcap-before-b9", "sm_100", SOFTCAP | fa4(8), fa4(9)),
@@ -330,7 +332,8 @@ def test_deterministic_training_is_not_for_sm_12x():
     ("mask", "repairs"),
     [
         ({"kind": "documents", "lengths": [200, 312]}, ("to_varlen",)),
-        ({"kind": "key_padding", "side": "left"}, ("to_varlen",)),
+        ({"kind": "key_padding", "side": "left"}, ("clear_left_out", "to_varlen")),
+        ({"kind": "key_padding", "side": "left", "finite": True}, ("to_varlen",)),
     ],
 )
 def test_documents_and_padding_become_sequences(mask, repairs):

@@ -6,6 +6,9 @@ from itertools import product
 
 import pytest
 from row_sides import (
+    FINITE,
+    LEFT_OUT_CASE,
+    PADDED,
     TABLES,
     THD,
     TRAINING,
@@ -165,6 +168,7 @@ FA2_CASES = [
     Case("sm_110/fa2/arch-not-built", "sm_110", fa2("2.8.3"), fa2("2.9.0")),
 ]
 FA3_CASES = [
+    LEFT_OUT_CASE,
     Case("any/fa3/dtype", "sm_90", {"dtype": "float8_e4m3fn"}, {"dtype": "float16"}),
     Case("any/fa3/head-dims", "sm_90", dims(264), dims(256)),
     Case("any/fa3/head-dims", "sm_90", dims(192, 96), dims(192, 104)),
@@ -346,15 +350,16 @@ def test_fa3_splits_the_keys_of_a_decode_only():
 def test_padding_documents_and_sinks_are_repaired(backend):
     versions = FA2_HOST if backend == "fa2" else FA3_HOST
     documents = {"batch": 1, "mask": ({"kind": "documents", "lengths": (200, 312)},)}
-    padding = {"mask": ({"kind": "key_padding", "lengths": (100, 512)},)}
-    for fields, repair in (
-        (documents, "to_varlen"),
-        (padding, "to_varlen"),
-        ({"sink": True}, "sink_from_lse"),
+    cleared = () if backend == "fa2" else ("clear_left_out",)
+    for fields, repairs in (
+        (documents, ("to_varlen",)),
+        (PADDED, (*cleared, "to_varlen")),
+        (FINITE, ("to_varlen",)),
+        ({"sink": True}, ("sink_from_lse",)),
     ):
         for phase in ("inference", "training"):
             found = verdict(backend, versions, "sm_90", fields | {"phase": phase})
-            assert (found.status, found.repairs) == ("eligible", (repair,))
+            assert (found.status, found.repairs) == ("eligible", repairs)
 
 
 @pytest.mark.parametrize(

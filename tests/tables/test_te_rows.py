@@ -16,6 +16,9 @@ from cudnn_kernel_cases import (
     cudnn,
 )
 from row_sides import (
+    FINITE,
+    LEFT_OUT_CASE,
+    PADDED,
     TABLES,
     THD,
     TRAINING,
@@ -51,6 +54,7 @@ def both(te_release, cudnn_release):
 
 SM_10X = "shared/te_sm_10x"
 CASES = [
+    LEFT_OUT_CASE,
     *KERNEL_CASES,
     *KERNEL_CASES_90,
     *DECODE_CASES,
@@ -256,7 +260,8 @@ def test_releases(versions, status):
             "eligible",
             ("to_varlen",),
         ),
-        ({"mask": ({"kind": "key_padding", "lengths": (100, 512)},)}, "eligible", ("to_varlen",)),
+        (PADDED, "eligible", ("clear_left_out", "to_varlen")),
+        (FINITE, "eligible", ("to_varlen",)),
         (dims(320), "eligible", ()),
         (dims(320) | TRAINING, "rejected", ()),
         ({"dropout_p": 0.5}, "unknown", ()),
