@@ -17,6 +17,8 @@ KERNELS = "shared/cudnn_fe_kernels"
 KERNELS_90 = "shared/cudnn_fe_kernels_sm_90"
 KERNEL_CASES = [
     Case(f"{KERNELS}/known-bad-9-10", "sm_90", cudnn("9.10.1"), cudnn("9.10.2")),
+    Case(f"{KERNELS}/known-bad-9-13-0", "sm_90", cudnn("9.13.0"), cudnn("9.13.1")),
+    Case(f"{KERNELS}/known-bad-9-13-0", "sm_120", TRAINING | cudnn("9.13.0"), cudnn("9.12.0")),
     Case(
         f"{KERNELS}/window-9-14-0",
         "sm_90",

@@ -76,8 +76,8 @@ def blocked(inputs: Inputs, size: tuple[int, int] | None = None, *, cute: bool =
     mask = inputs.mask
     if mask.is_full:
         return _EVERYBODY
-    if len(mask.sparse) == 1 and mask == type(mask)(sparse=mask.sparse) and _fits(mask.sparse[0], size):
-        given = mask.sparse[0]
+    given = mask.sparse[0] if len(mask.sparse) == 1 and mask == type(mask)(sparse=mask.sparse) else None
+    if given is not None and _fits(given, size) and _ends_with_tokens(given, inputs) and _lists_alike(given):
         # Beside a function that lets everything pass, torch ignores the lists where CuTe DSL runs
         # (pytorch#188322), and it sees none in a conjunction.
         text = f"mf0(b, h, i, j) & ({EVERYBODY})" if cute else "mf0(b, h, i, j)"
@@ -100,6 +100,26 @@ def blocked(inputs: Inputs, size: tuple[int, int] | None = None, *, cute: bool =
 
 def _fits(block_mask: BlockMask, size: tuple[int, int] | None) -> bool:
     return size is None or all(n % least == 0 for n, least in zip(block_mask.BLOCK_SIZE, size, strict=True))
+
+
+def _ends_with_tokens(block_mask: BlockMask, inputs: Inputs) -> bool:
+    """Return whether the last blocks reach no further than the tokens, as far as the kernels rely on it.
+
+    Before torch 2.14 they look for the end of the tokens only where a length is no multiple of 128, and so
+    read beyond it in a larger block that ends later.
+    """
+    lengths = (inputs.query.shape[2], inputs.key.shape[2])
+    return not any(
+        n % step and step < n and n % least == 0
+        for n, step, least in zip(lengths, block_mask.BLOCK_SIZE, BLOCK, strict=True)
+    )
+
+
+def _lists_alike(block_mask: BlockMask) -> bool:
+    """Return whether partial and full blocks lie in memory alike: before torch 2.12 kernels take them to."""
+    lists = _tensors(block_mask)
+    pairs = zip((*lists[:2], *lists[4:6]), (*lists[2:4], *lists[6:]), strict=True)
+    return all(one is None or other is None or one.stride() == other.stride() for one, other in pairs)
 
 
 @lru_cache(maxsize=BANDS_KEPT)

@@ -7,7 +7,7 @@ import torch
 from executors.cudnn_checks import allowed_of
 from executors.test_flex_fa4 import FLASH, asked_of, graphs, inputs_of, plan
 from reference import attend
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from attnroute import masks
 from attnroute.executors import flex_fa4
@@ -133,3 +133,41 @@ def test_sizes_do_not_share_lists_or_code(graphs):
         flex_fa4.run(inputs, sized(size))
         hold_lists(blocked(inputs, size).blocks, size, allowed_of(mask, inputs))
     assert len(graphs) == len(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "is_used"),
+    [
+        (384, (256, 256), False),
+        (384, (128, 256), False),
+        (384, (256, 128), False),
+        (384, (128, 128), True),
+        (512, (256, 256), True),
+        # A kernel looks for the end of 600 tokens by itself, and one block holds all of 384.
+        (600, (256, 256), True),
+        (384, (512, 512), True),
+    ],
+)
+def test_lists_whose_last_block_ends_behind_the_last_token_are_listed_anew(length, size, is_used):
+    block_mask = create_block_mask(seventh, None, None, length, length, device="cpu", BLOCK_SIZE=size)
+    made = blocked(inputs_of(masks.Blocks(block_mask), length))
+    assert made.size == (size if is_used else (128, 128))
+    assert (made.blocks[1] is block_mask.kv_indices) is is_used
+
+
+def test_lists_of_full_blocks_that_lie_otherwise_than_the_partial_ones_are_listed_anew():
+    def below(b, h, i, j):
+        return j <= i
+
+    whole = create_block_mask(below, None, None, LENGTH, LENGTH, device="cpu")
+    spaced = torch.nn.functional.pad(whole.full_kv_indices, (0, 3))[..., :-3]
+    other = BlockMask.from_kv_blocks(
+        whole.kv_num_blocks, whole.kv_indices, whole.full_kv_num_blocks, spaced, mask_mod=below
+    )
+    assert other.kv_indices.stride() != other.full_kv_indices.stride()
+    for block_mask, is_used in ((whole, True), (other, False)):
+        inputs = inputs_of(masks.Blocks(block_mask), LENGTH)
+        made = blocked(inputs)
+        assert (made.blocks[1] is block_mask.kv_indices) is is_used
+        allowed = (torch.arange(LENGTH)[:, None] >= torch.arange(LENGTH))[None, None]
+        hold_lists(made.blocks, made.size, allowed)

@@ -6,6 +6,7 @@ import pytest
 from row_sides import THD, TRAINING, Case, causal, check_sides, dims, lengths, strides
 
 COMPILED = {"context": {"compiled": True}}
+EAGER = {"context": {"compiled": False}}
 LOOSE = strides(packed=False)
 
 
@@ -60,6 +61,29 @@ CASES = {
             TRAINING | causal() | lengths(384, 320),
             cudnn("9.26.0"),
         ),
+        Case("any/cudnn/known-bad-9-13-0", "sm_80", cudnn("9.13.0"), cudnn("9.13.1")),
+        Case("any/cudnn/compiled-output-strides", "sm_90", COMPILED | torch("2.7.1"), torch("2.8.0")),
+        Case("any/cudnn/compiled-output-strides", "sm_80", COMPILED | torch("2.6.0"), EAGER),
+        Case(
+            "any/cudnn/kv-heads-expanded",
+            "sm_90",
+            strides(kv_heads_expanded=True),
+            strides(kv_heads_expanded=False),
+        ),
+        Case(
+            "any/cudnn/kv-heads-expanded",
+            "sm_100",
+            strides(kv_heads_expanded=True) | torch("2.10.0"),
+            torch("2.12.0"),
+        ),
+        *(
+            Case("sm_90/cudnn/backward-head-dim-inverted-check", "sm_90", TRAINING | refused, taken)
+            for refused, taken in [
+                (dims(256) | torch("2.9.0"), torch("2.9.1")),
+                (dims(192, 128) | torch("2.8.0"), dims(128)),
+                (dims(256) | torch("2.8.0"), {"phase": "inference"}),
+            ]
+        ),
         Case(UNEQUAL, "sm_90", TRAINING | dims(256, 128) | cudnn("9.12.0"), cudnn("9.13.0")),
         Case(UNEQUAL, "sm_90", TRAINING | dims(160, 96) | cudnn("9.11.0"), {"phase": "inference"}),
         Case(UNEQUAL, "sm_90", TRAINING | dims(192, 96) | cudnn("9.11.0"), dims(192, 128)),
@@ -112,7 +136,16 @@ CASES = {
             "any/efficient/compiled-backward-grid-batch",
             "sm_120",
             TRAINING | COMPILED | {"batch": 70000},
-            {"context": {"compiled": False}},
+            EAGER,
+        ),
+        Case(
+            "any/efficient/compiled-backward-torch-2-5",
+            "sm_90",
+            TRAINING | COMPILED | torch("2.5.1"),
+            torch("2.6.0"),
+        ),
+        Case(
+            "any/efficient/compiled-backward-torch-2-5", "sm_75", TRAINING | COMPILED | torch("2.5.1"), EAGER
         ),
     ],
     "flex": [
