@@ -55,6 +55,18 @@ PACKAGE_CASES = [
     Case(f"{PACKAGE}/batch-and-heads-not-empty", "sm_90", {"batch": 0}, {"batch": 1}),
     Case(f"{PACKAGE}/long-keys-before-b18", "sm_90", lengths(8, 2000001) | fa4(17), fa4(18)),
     Case(f"{PACKAGE}/long-keys-before-b18", "sm_90", lengths(8, 2000001) | fa4(17), lengths(8, 2000000)),
+    Case(
+        f"{PACKAGE}/long-queries-backward-before-b18",
+        "sm_90",
+        TRAINING | lengths(1000001, 8) | fa4(17),
+        fa4(18),
+    ),
+    Case(
+        f"{PACKAGE}/long-queries-backward-before-b18",
+        "sm_100",
+        TRAINING | lengths(1000001, 8) | fa4(17),
+        lengths(1000000, 8),
+    ),
     Case(f"{PACKAGE}/grid-batch", "sm_90", {"batch": 65536}, {"batch": 65535}),
     Case(
         f"{PACKAGE}/grid-heads",
