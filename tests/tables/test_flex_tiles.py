@@ -18,6 +18,7 @@ ARCHS = [a for a in TABLES.arch_names if TABLES.arch(a).shared_memory_per_block 
 DIMS = (16, 64, 96, 128, 160, 192, 256, 320, 512)
 DTYPES = ("bfloat16", "float32")
 RELEASES = ("2.8.0", "2.11.0", "2.13.0", "2.15.0")
+UNEQUAL = [(192, 128), (64, 128), (64, 192), (64, 256), (128, 256), (96, 256)]
 SPARSE_BLOCK = 128
 REGISTERS = 64 * 1024
 """Of 4 bytes, per block."""
@@ -28,7 +29,9 @@ def rounded(size):
     return 1 << (size - 1).bit_length()
 
 
-def verdict_of(arch, *, torch="2.11.0", dtype="bfloat16", dims=(128, 128), seqlen=4096, phase="training"):
+def verdict_of(
+    arch, *, torch="2.11.0", dtype="bfloat16", dims=(128, 128), seqlen=4096, phase="training", bias=None
+):
     call = Call(
         dtype=dtype,
         batch=1,
@@ -39,6 +42,7 @@ def verdict_of(arch, *, torch="2.11.0", dtype="bfloat16", dims=(128, 128), seqle
         head_dim_qk=dims[0],
         head_dim_v=dims[1],
         phase=phase,
+        bias=bias,
     )
     host = Host(arch=arch, versions={"torch": torch, "cuda": "13.0", "triton": "3.6.0"})
     return judge(call, host, TABLES, "flex", Policy())
@@ -47,7 +51,7 @@ def verdict_of(arch, *, torch="2.11.0", dtype="bfloat16", dims=(128, 128), seqle
 def every(arch):
     """Every verdict that gives options, with its dtype and head dims."""
     for torch, dtype, dims, phase in product(
-        RELEASES, DTYPES, [(d, d) for d in DIMS] + [(192, 128)], ("training", "inference")
+        RELEASES, DTYPES, [(d, d) for d in DIMS] + UNEQUAL, ("training", "inference")
     ):
         verdict = verdict_of(arch, torch=torch, dtype=dtype, dims=dims, phase=phase)
         if verdict.options:
@@ -115,6 +119,26 @@ def test_wide_heads_have_tiles_forward_and_backward(arch, dims):
     assert {"fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N2"} <= set(options)
     inference = dict(verdict_of(arch, dims=dims, phase="inference").options)
     assert not [name for name in inference if name.startswith("bwd_")]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(64, 256), (128, 256)])
+def test_values_wider_than_keys_have_tiles_of_their_own(arch, dims, dtype):
+    """The kernel takes its tiles by head_dim_qk, and those of 64 do not hold values of 256."""
+    if arch in ("sm_90", "sm_100"):
+        own = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_stages": 3}
+        assert forward_bytes(own, "bfloat16", (64, 256), arch) == 262144
+    assert "fwd_BLOCK_M" in dict(verdict_of(arch, dims=dims, dtype=dtype).options)
+
+
+@pytest.mark.parametrize("seqlen", [8, 100, 128, 4096])
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128)])
+def test_the_backward_of_a_bias_has_tiles_at_every_length(dims, seqlen):
+    bias = {"kind": "dense", "dtype": "float32", "shape": [1, 8, seqlen, 4096], "requires_grad": True}
+    options = dict(verdict_of("sm_90", dims=dims, seqlen=seqlen, bias=bias).options)
+    assert "bwd_BLOCK_M1" in options
+    assert ("fwd_BLOCK_M" in options) is (seqlen >= 128)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
