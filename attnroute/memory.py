@@ -86,6 +86,10 @@ class Memory(Generic[Key, Value]):
                 gone.append(entry.value)
         return gone
 
+    def pop(self, key: Key) -> None:
+        """Drop what is kept under a key, if anything is."""
+        self._entries.pop(key, None)
+
     def values(self) -> list[Value]:
         """Return everything that is kept."""
         return [entry.value for entry in self._entries.copy().values()]

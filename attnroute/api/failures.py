@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Final
 
 from attnroute.executors import _launch
 from attnroute.facts import LENGTH_FACTS, facts_of
 from attnroute.masks.normalize import normalize
+from attnroute.memory import Memory
 from attnroute.policy import Policy, merge
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _IGNORED: Final = LENGTH_FACTS | {"batch", "compiled", "cuda_graph", "dispatch_mode", "transform"}
 """A kernel is compiled for all batches and lengths, and refuses eager and traced calls alike."""
 
-_FAILED: dict[Hashable, dict[str, str]] = {}
-_LOCK = threading.Lock()
+_KEPT: Final = 1024
+_FAILED: Memory[Hashable, dict[str, tuple[str]]] = Memory(_KEPT)
 
 
 def signature_of(call: Call, host: Host, policy: Policy) -> Hashable:
@@ -39,11 +39,8 @@ def record(signature: Hashable, backend: str, said: str) -> bool:
     Returns:
         Whether that is new.
     """
-    with _LOCK:
-        known = _FAILED.get(signature, {})
-        # Readers take no lock, so what they may hold is replaced, never changed.
-        _FAILED[signature] = {backend: said, **known}
-        return backend not in known
+    known, own = _FAILED.keep(signature, dict), (said,)
+    return backend not in known and known.setdefault(backend, own) is own
 
 
 def known(call: Call, host: Host, policy: Policy) -> Policy:
@@ -54,11 +51,13 @@ def known(call: Call, host: Host, policy: Policy) -> Policy:
     if not _FAILED or policy.strict or policy.require is not None:
         return policy
     found = _FAILED.get(signature_of(call, host, policy))
-    return policy if found is None else merge(policy, Policy(failed=tuple(sorted(found.items()))))
+    if found is None:
+        return policy
+    failed = tuple(sorted((backend, said) for backend, (said,) in found.copy().items()))
+    return merge(policy, Policy(failed=failed))
 
 
 def forget() -> None:
     """Ask every backend again."""
-    with _LOCK:
-        _FAILED.clear()
+    _FAILED.forget()
     _launch.forget()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from attnroute.memory import Memory
 from attnroute.policy import Policy, merge
 from attnroute.scopes import is_scoped, stated_in
 from attnroute.settings import environment, policy_of
@@ -32,7 +33,7 @@ _PLACE: Final = "_attnroute_policies"
 _TRAINING, _TRAINS_INPUTS = 10, -2
 """Where a key says that a call trains: a reentrant checkpoint runs its forward without gradients."""
 
-policies: dict[Hashable, Policy] = {}
+policies: Memory[Hashable, Policy] = Memory(KEPT)
 """Of calls inside an override and outside of frames; where there are any, every call is looked at."""
 
 
@@ -75,7 +76,7 @@ def _without_gradients(key: tuple[Any, ...], held: Policy) -> str | None:
 
 def forget() -> None:
     """Drop everything that was kept outside of frames."""
-    policies.clear()
+    policies.forget()
 
 
 def _signature(key: tuple[Any, ...]) -> Hashable:
@@ -86,11 +87,9 @@ def _signature(key: tuple[Any, ...]) -> Hashable:
 def _note(signature: Hashable, policy: Policy) -> None:
     """Keep the policy of a call inside an override; the same call outside of one takes it back."""
     if not is_scoped():
-        policies.pop(signature, None)
+        policies.pop(signature)
         return
-    if len(policies) >= KEPT:
-        policies.clear()
-    policies[signature] = policy
+    policies.put(signature, policy)
 
 
 def _of_forward(signature: Hashable, named: tuple[Any, Any]) -> Policy:

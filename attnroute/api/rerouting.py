@@ -9,13 +9,14 @@ from attnroute.api import failures, routes
 from attnroute.errors import KernelRefusedError, NoBackendError, RerouteWarning
 from attnroute.executors import _launch
 from attnroute.report.refusal import render_kept, render_replaced, render_reroute
+from attnroute.tables.load import load
 from attnroute.vocabulary import HEAD_DIM_MULTIPLE
 
 if TYPE_CHECKING:
+    from attnroute.api.choices import Choice
     from attnroute.api.question import Arguments
     from attnroute.api.routes import Output, Route
     from attnroute.call import Call
-    from attnroute.engine.decision import Decision
     from attnroute.executors._launch import Replaced
     from attnroute.policy import Policy
 
@@ -38,8 +39,8 @@ def reroute(error: KernelRefusedError, route: Route, args: Arguments, policy: Po
         RerouteWarning: Once for each backend and kind of call.
     """
     # Each round rules one backend out.
-    for _ in route.decision.verdicts:
-        failed = route.decision
+    for _ in load(policy.tables).backends:
+        failed = route.choice
         if policy.strict or policy.require is not None:
             message = f"{error} {render_kept(policy, route.plan.backend)}"
             raise type(error)(message, route.plan.backend, error.said) from error.__cause__ or error
@@ -49,7 +50,8 @@ def reroute(error: KernelRefusedError, route: Route, args: Arguments, policy: Po
         except NoBackendError as nothing:
             raise nothing from error
         if is_new:
-            warnings.warn(render_reroute(failed, route.decision, error.said), RerouteWarning, stacklevel=4)
+            text = render_reroute(failed.decision(), route.choice.decision(), error.said)
+            warnings.warn(text, RerouteWarning, stacklevel=4)
         try:
             return routes.execute(route, args)
         except KernelRefusedError as again:
@@ -57,25 +59,25 @@ def reroute(error: KernelRefusedError, route: Route, args: Arguments, policy: Po
     raise error
 
 
-def _record(decision: Decision, backend: str, said: str) -> bool:
+def _record(choice: Choice, backend: str, said: str) -> bool:
     """Remember a refusal, and forget the routes that it makes wrong."""
-    signature = _signature(decision)
+    signature = _signature(choice)
     is_new = failures.record(signature, backend, said)
     routes.drop(backend, lambda other: _signature(other) == signature)
     return is_new
 
 
-def _signature(decision: Decision) -> object:
-    return failures.signature_of(decision.call, decision.host, decision.policy)
+def _signature(choice: Choice) -> object:
+    return failures.signature_of(choice.call, choice.host, choice.policy)
 
 
 def _replaced(found: Replaced) -> None:
     """Warn about a kernel that its executor replaced, and keep later calls of this kind away from it."""
-    gone = routes.drop(found.backend, lambda decision: _concerns(decision.call, found))
+    gone = routes.drop(found.backend, lambda choice: _concerns(choice.call, found))
     is_new = failures.record(("replaced", *found[1:]), found.backend, found.said)
-    new = [d for d in gone if failures.record(_signature(d), found.backend, found.said)]
+    new = [c for c in gone if failures.record(_signature(c), found.backend, found.said)]
     if new or (is_new and not gone):
-        text = render_replaced(found.backend, found.said, found.instead, new[0] if new else None)
+        text = render_replaced(found.backend, found.said, found.instead, new[0].decision() if new else None)
         # The frames above are those of torch's autograd, so no line of the user can be named.
         warnings.warn(text, RerouteWarning, stacklevel=2)
 

@@ -1,24 +1,19 @@
-"""From a question to something that runs: decide once per class of calls, remember, look up."""
+"""From a question to something that runs: check, choose, remember, look up, run."""
 
 from __future__ import annotations
 
-import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from attnroute.api import compiling, failures, guards, recompute
+from attnroute.api import choices, compiling, failures, guards, recompute
+from attnroute.api.choices import Choice
 from attnroute.api.question import Arguments, bias_of, call_of, example_of, extent_of, mask_of
 from attnroute.api.validate import check_extras, check_tensors
 from attnroute.call import AnyNode, Call, FunctionNode, NotNode
-from attnroute.engine.classes import class_of
-from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision
-from attnroute.errors import NoBackendError, QuadraticAttentionWarning
 from attnroute.executors._inputs import Inputs, Plan
 from attnroute.executors._repairs import Run, run_repaired
 from attnroute.executors.registry import executor
@@ -29,22 +24,17 @@ from attnroute.masks.lowered import FULL, LoweredMask
 from attnroute.masks.nodes import Extent
 from attnroute.masks.ragged import Ragged
 from attnroute.masks.tensors import keeper_of
-from attnroute.masks.tracing import is_exporting, is_tracing
-from attnroute.probes import imports, packages
+from attnroute.masks.tracing import is_exporting
+from attnroute.memory import Memory
+from attnroute.policy import Policy
 from attnroute.probes.torch_host import host_of
-from attnroute.report.log import announce
-from attnroute.report.text import render_failure, render_quadratic
-from attnroute.settings import explain_mode
 from attnroute.tables.load import Tables, load
-from attnroute.vocabulary import SLOW_TIER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnroute.policy import Policy
-
-ROUTE_LIMIT = 16384
-"""Remembered routes; above this the memory starts anew, so that new lengths cannot grow it without end."""
+ROUTES_KEPT = 4096
+"""Routes of calls that are the same but for the values of tensors."""
 
 _PROGRAMMED = (AnyNode, FunctionNode, NotNode)
 
@@ -59,7 +49,7 @@ class Route:
     """The executable outcome of one decision.
 
     Attributes:
-        decision: What was decided and why, for the first call of its class.
+        choice: What was decided.
         plan: How it runs.
         run: The backend's executor.
         mask: The lowered mask where no tensor takes part in it, else None: it is then lowered per call.
@@ -67,7 +57,7 @@ class Route:
         keeps: The lowered mask may be kept with its owner, as it holds neither that nor a function.
     """
 
-    decision: Decision
+    choice: Choice
     plan: Plan
     run: Run
     mask: LoweredMask | None
@@ -75,8 +65,7 @@ class Route:
     keeps: bool
 
 
-_ROUTES: dict[object, Route] = {}
-_CLASSES: dict[object, Decision] = {}
+_ROUTES: Memory[object, Route] = Memory(ROUTES_KEPT)
 
 
 def lookup(key: object) -> Route | None:
@@ -86,24 +75,16 @@ def lookup(key: object) -> Route | None:
 
 def forget() -> None:
     """Drop every remembered route, e.g. after tables changed, every remembered failure and forward."""
-    _ROUTES.clear()
-    _CLASSES.clear()
+    _ROUTES.forget()
+    choices.forget()
     failures.forget()
     recompute.forget()
 
 
-def drop(backend: str, concerns: Callable[[Decision], bool]) -> list[Decision]:
-    """Drop the routes to a backend whose decision `concerns` picks out; return these decisions."""
-    routes = {key: r.decision for key, r in _ROUTES.copy().items()}
-    memories: tuple[tuple[dict[Any, Any], dict[object, Decision]], ...]
-    memories = ((_ROUTES, routes), (_CLASSES, _CLASSES.copy()))
-    gone = []
-    for memory, decisions in memories:
-        for key, decision in decisions.items():
-            if decision.selected == backend and concerns(decision):
-                memory.pop(key, None)
-                gone.append(decision)
-    return gone
+def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
+    """Drop the routes to a backend whose choice `concerns` picks out; return these choices."""
+    gone = _ROUTES.drop(lambda route: route.choice.backend == backend and concerns(route.choice))
+    return [route.choice for route in gone] + choices.drop(backend, concerns)
 
 
 def make(args: Arguments, policy: Policy, key: object) -> Route:
@@ -114,10 +95,10 @@ def make(args: Arguments, policy: Policy, key: object) -> Route:
         NoBackendError: No backend may run the call; the message holds every reason.
     """
     call, host, tables = _question(args, policy)
-    route = _route(args, call, _decided(call, host, tables, policy))
+    route = _route(args, call, choices.chosen(call, host, tables, policy))
     # What is chosen while a CUDA graph is captured may compile nothing; other calls may.
     if not call.context.cuda_graph:
-        _remember(_ROUTES, key, route)
+        _ROUTES.put(key, route)
     return route
 
 
@@ -133,58 +114,10 @@ def trace(args: Arguments, policy: Policy) -> Route:
     if is_exporting():
         # An exported program is never traced anew, so what is chosen must do for every length.
         call = guards.open_lengths(call, extent)
-        return _route(args, call, _decided(call, host, tables, policy))
-    decision = _decided(call, host, tables, policy)
+        return _route(args, call, choices.chosen(call, host, tables, policy))
+    decision = choices.decided(call, host, tables, policy)
     guards.hold(decision.model_copy(update={"call": call}), extent, tables)
-    return _route(args, call, decision)
-
-
-def _decided(call: Call, host: Host, tables: Tables, policy: Policy) -> Decision:
-    """Return the decision for a class of calls, made once."""
-    policy = failures.known(call, host, policy)
-    group = class_of(call, host.arch, tables)
-    where = None if group is None else (group, host, policy.key, tables)
-    decision = _CLASSES.get(where)
-    if decision is not None:
-        return decision
-    decision = _importable(decide(call, host, tables, policy), tables, policy)
-    _check(decision, policy)
-    announce(decision, explain_mode())
-    # The slow tier says its bytes, which every length changes, so each of its calls is decided by itself.
-    if where is not None and decision.selected not in SLOW_TIER:
-        _remember(_CLASSES, where, decision)
-    return decision
-
-
-def _importable(decision: Decision, tables: Tables, policy: Policy) -> Decision:
-    """Decide again for as long as what was selected cannot be imported, which only trying it shows."""
-    # A tracer's modes would make fake what packages prepare while they are imported.
-    tried: set[str] = set()
-    with _disable_current_modes() if is_tracing() else nullcontext():
-        while (selected := decision.selected) is not None and imports.settle(selected) is not None:
-            if selected in tried:
-                # What failed is nothing that it needs by name: its executor says so, and is replaced.
-                break
-            tried.add(selected)
-            broken = {**decision.host.broken, **packages.broken()}
-            host = decision.host.model_copy(update={"broken": broken})
-            decision = decide(decision.call, host, tables, policy)
-    return decision
-
-
-def _remember(memory: dict[Any, Any], key: object, value: object) -> None:
-    if len(memory) >= ROUTE_LIMIT:
-        memory.clear()
-    memory[key] = value
-
-
-def _check(decision: Decision, policy: Policy) -> None:
-    """Raise when nothing may run, warn when the slow tier would compute many scores."""
-    if decision.selected is None:
-        raise NoBackendError(render_failure(decision), decision)
-    verdict = decision.verdict(decision.selected)
-    if decision.selected in SLOW_TIER and verdict.score_bytes > policy.quadratic_limit_bytes:
-        warnings.warn(render_quadratic(decision), QuadraticAttentionWarning, stacklevel=6)
+    return _route(args, call, Choice.of(decision))
 
 
 def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Decision:
@@ -194,7 +127,7 @@ def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Dec
         ArgumentError: The arguments mean nothing.
     """
     call, host, tables = _question(args, policy)
-    decision = decide(call, host, tables, failures.known(call, host, policy), advise=advise)
+    decision = choices.explained(call, host, tables, policy, advise=advise)
     return _with_compile_time(decision, call, args) if advise else decision
 
 
@@ -202,7 +135,7 @@ def _with_compile_time(decision: Decision, call: Call, args: Arguments) -> Decis
     """Say how long the structure of the call took to compile, where it was compiled already."""
     if decision.selected not in COMPILES or not compiling.has_compiled():
         return decision
-    route = _route(args, call, decision)
+    route = _route(args, call, Choice.of(decision))
     seconds = compiling.seconds(_inputs(route, args), route.plan)
     verdicts = tuple(
         v.model_copy(update={"compiled_seconds": seconds}) if v.backend == decision.selected else v
@@ -257,27 +190,26 @@ def _inputs(route: Route, args: Arguments) -> Inputs:
     return inputs
 
 
-def _route(args: Arguments, call: Call, decision: Decision) -> Route:
-    verdict = decision.verdict(decision.selected or "")
+def _route(args: Arguments, call: Call, choice: Choice) -> Route:
     plan = Plan(
-        backend=verdict.backend,
-        repairs=tuple(r for r in verdict.repairs if r != "recognize_mask"),
+        backend=choice.backend,
+        repairs=tuple(r for r in choice.repairs if r != "recognize_mask"),
         training=args.training,
         return_lse=args.return_lse,
         device_type=args.query.device.type,
-        options=verdict.options,
+        options=choice.options,
         deterministic=bool(args.deterministic),
-        may_reroute=decision.policy.require is None and not decision.policy.strict,
+        may_reroute=choice.policy.require is None and not choice.policy.strict,
     )
-    if verdict.first_call_seconds is not None:
+    if choice.compiles:
         compiling.show_progress()
-    seen = "recognize_mask" in verdict.repairs
+    seen = "recognize_mask" in choice.repairs
     parts = _parts(mask_of(args), seen, extent_of(args))
     constant = None
     if all(isinstance(p, Causal | Window) for p in parts):
         constant = _lowered(parts, extent_of(args))
     keeps = not isinstance(args.mask, Tensor) and not any(isinstance(n, _PROGRAMMED) for n in call.mask)
-    return Route(decision, plan, executor(verdict.backend), constant, seen, keeps)
+    return Route(choice, plan, executor(choice.backend), constant, seen, keeps)
 
 
 def _parts(mask: Mask | None, seen: bool, extent: Extent) -> tuple[Mask, ...]:

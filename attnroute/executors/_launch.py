@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from attnroute.errors import AttnRouteError, KernelRefusedError
+from attnroute.memory import Memory
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -60,7 +61,8 @@ class Replaced(NamedTuple):
 Listener = Callable[[Replaced], None]
 
 _LISTENERS: list[Listener] = []
-_REFUSED: dict[Hashable, str] = {}
+_KEPT: Final = 1024
+_REFUSED: Memory[Hashable, str] = Memory(_KEPT)
 
 
 def listen(listener: Listener) -> None:
@@ -71,7 +73,7 @@ def listen(listener: Listener) -> None:
 
 def forget() -> None:
     """Try again what was refused."""
-    _REFUSED.clear()
+    _REFUSED.forget()
 
 
 def before_launch(
@@ -122,7 +124,7 @@ class _BeforeLaunch:
         said = said_by(error)
         if self._what is not None:
             # The text alone: an exception holds the frames that it went through, with their tensors.
-            _REFUSED[self._backend, self._what()] = said
+            _REFUSED.put((self._backend, self._what()), said)
         raise _refusal(self._backend, said) from error
 
 

@@ -8,7 +8,7 @@ from reference import TOLERANCE, attend, error
 from spy import Spy
 
 import attnroute
-from attnroute.api import routes
+from attnroute.api import choices, routes
 
 
 @pytest.fixture(autouse=True)
@@ -18,13 +18,13 @@ def fresh():
 
 def count_decisions(monkeypatch):
     made = []
-    original = routes.decide
+    original = choices.decide
 
     def counted(*args, **kwargs):
         made.append(args[0])
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(routes, "decide", counted)
+    monkeypatch.setattr(choices, "decide", counted)
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import pytest
@@ -13,8 +14,9 @@ from spy import Spy
 
 import attnroute
 from attnroute import masks
-from attnroute.api import routes
+from attnroute.api import choices, routes
 from attnroute.errors import QuadraticAttentionWarning
+from attnroute.memory import Memory
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +44,13 @@ def made(monkeypatch):
 def decided(monkeypatch):
     """Collect the calls that were decided."""
     found = []
-    decide = routes.decide
+    decide = choices.decide
 
     def counted(*args, **kwargs):
         found.append(args[0])
         return decide(*args, **kwargs)
 
-    monkeypatch.setattr(routes, "decide", counted)
+    monkeypatch.setattr(choices, "decide", counted)
     return found
 
 
@@ -159,12 +161,22 @@ def test_forget_forgets(made, decided):
     assert (len(made), len(decided)) == (2, 2)
 
 
-def test_memory_of_routes_starts_anew_at_its_limit(monkeypatch, made):
-    monkeypatch.setattr(routes, "ROUTE_LIMIT", 3)
-    for length in (2, 3, 4, 5, 5, 2):
+def test_memory_of_routes_keeps_those_that_are_used(monkeypatch, made):
+    monkeypatch.setattr(routes, "_ROUTES", Memory(3))
+    for length in (2, 3, 2, 4, 2, 5, 2, 6, 2):
         attnroute.attention(*tensors(seqlen_q=length, seqlen_kv=length))
         assert len(routes._ROUTES) <= 3
     assert len(made) == 5
+
+
+def test_a_route_keeps_no_findings_and_can_say_its_decision_again(decided):
+    tensors_, mask = tensors(), masks.KeyPadding(lengths=[6, 2])
+    want = attnroute.explain(*tensors_, mask)
+    attnroute.attention(*tensors_, mask)
+    (route,) = routes._ROUTES.values()
+    assert len(pickle.dumps(route.choice)) < 8000
+    found = route.choice.decision()
+    assert (found.selected, found.verdicts, found.order) == (want.selected, want.verdicts, want.order)
 
 
 def test_explain_remembers_nothing_and_runs_nothing(decided):
@@ -172,7 +184,7 @@ def test_explain_remembers_nothing_and_runs_nothing(decided):
         attnroute.explain(*tensors())
         attnroute.explain(*tensors())
     assert len(decided) == 2
-    assert (routes._ROUTES, spy.backends) == ({}, set())
+    assert (len(routes._ROUTES), spy.backends) == (0, set())
 
 
 def test_a_failed_call_is_not_remembered(decided):
@@ -180,7 +192,7 @@ def test_a_failed_call_is_not_remembered(decided):
         with pytest.raises(attnroute.NoBackendError):
             attnroute.attention(*tensors(), softcap=1.0, backend="flash")
     assert len(decided) == 2
-    assert routes._ROUTES == {}
+    assert len(routes._ROUTES) == 0
 
 
 def test_the_slow_tier_warns_with_its_bytes_once_per_route():
@@ -302,7 +314,7 @@ def test_no_call_goes_the_way_of_another(sequence):
 
 
 def test_threads_share_routes_without_harm(monkeypatch):
-    monkeypatch.setattr(routes, "ROUTE_LIMIT", 4)
+    monkeypatch.setattr(routes, "_ROUTES", Memory(4))
     wrong, barrier = [], threading.Barrier(4)
 
     def work(seed):
@@ -330,7 +342,7 @@ def test_threads_share_routes_without_harm(monkeypatch):
 def test_a_backend_that_stays_selected_is_asked_for_its_package_once_more_and_then_run(monkeypatch):
     """What its import complains of may be nothing that the tables know it to need."""
     asked = []
-    monkeypatch.setattr(routes.imports, "settle", lambda name: asked.append(name) or "importing it raises")
+    monkeypatch.setattr(choices.imports, "settle", lambda name: asked.append(name) or "importing it raises")
     query, key, value = tensors()
     with Spy() as spy:
         out = attnroute.attention(query, key, value)

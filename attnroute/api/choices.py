@@ -1,0 +1,164 @@
+"""Decide once for each class of calls, and keep what a route needs of it."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+from attnroute.api import failures
+from attnroute.call import Call
+from attnroute.engine.classes import class_of
+from attnroute.engine.decide import decide
+from attnroute.engine.decision import Decision
+from attnroute.errors import NoBackendError, QuadraticAttentionWarning
+from attnroute.host import Host
+from attnroute.masks.tracing import is_tracing
+from attnroute.memory import Memory
+from attnroute.policy import Policy
+from attnroute.probes import imports, packages
+from attnroute.report.log import announce
+from attnroute.report.text import render_failure, render_quadratic
+from attnroute.settings import explain_mode
+from attnroute.tables.load import Tables, load
+from attnroute.vocabulary import SLOW_TIER, Repair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CLASSES_KEPT = 2048
+"""Choices for calls that only lengths tell apart and that are decided alike."""
+DECISIONS_KEPT = 32
+"""Whole decisions, of some 80 kB each, for the layers of a model that is traced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What stays of a decision, whose findings are made again where somebody asks.
+
+    Attributes:
+        call: The first call of its class.
+        host: The machine.
+        policy: The wishes.
+        backend: What was selected.
+        repairs: What must be done to the call first.
+        options: Options that rows state for the kernel.
+        compiles: The first call of a structure compiles.
+    """
+
+    call: Call
+    host: Host
+    policy: Policy
+    backend: str
+    repairs: tuple[Repair, ...]
+    options: tuple[tuple[str, int | bool | str], ...]
+    compiles: bool
+
+    @classmethod
+    def of(cls, decision: Decision) -> Choice:
+        """Return what stays of a decision that selected something."""
+        verdict = decision.verdict(decision.selected or "")
+        return cls(
+            decision.call,
+            decision.host,
+            decision.policy,
+            verdict.backend,
+            verdict.repairs,
+            verdict.options,
+            verdict.first_call_seconds is not None,
+        )
+
+    def decision(self) -> Decision:
+        """Decide again: the same question always gets the same answer."""
+        return decide(self.call, self.host, load(self.policy.tables), self.policy)
+
+
+_CLASSES: Memory[object, Choice] = Memory(CLASSES_KEPT)
+_DECISIONS: Memory[object, Decision] = Memory(DECISIONS_KEPT)
+
+
+def forget() -> None:
+    """Drop every choice."""
+    _CLASSES.forget()
+    _DECISIONS.forget()
+
+
+def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
+    """Drop the choices of a backend that `concerns` picks out; return them."""
+    _DECISIONS.drop(lambda decision: decision.selected == backend)
+    return _CLASSES.drop(lambda choice: choice.backend == backend and concerns(choice))
+
+
+def chosen(call: Call, host: Host, tables: Tables, policy: Policy) -> Choice:
+    """Return what was chosen for a class of calls, decided once."""
+    policy, where = _class(call, host, tables, policy)
+    choice = None if where is None else _CLASSES.get(where)
+    if choice is None:
+        decision = _new_decision(call, host, tables, policy)
+        choice = Choice.of(decision)
+        if _is_shared(where, decision):
+            _CLASSES.put(where, choice)
+    return choice
+
+
+def decided(call: Call, host: Host, tables: Tables, policy: Policy) -> Decision:
+    """Return the whole decision for a class of calls."""
+    policy, where = _class(call, host, tables, policy)
+    decision = None if where is None else _DECISIONS.get(where)
+    if decision is None:
+        decision = _new_decision(call, host, tables, policy)
+        if _is_shared(where, decision):
+            _DECISIONS.put(where, decision)
+    return decision
+
+
+def explained(call: Call, host: Host, tables: Tables, policy: Policy, *, advise: bool) -> Decision:
+    """Return a decision made anew, of which nothing is kept."""
+    return decide(call, host, tables, failures.known(call, host, policy), advise=advise)
+
+
+def _class(call: Call, host: Host, tables: Tables, policy: Policy) -> tuple[Policy, object]:
+    """Return the policy with what failed, and under what a choice is kept; None where under nothing."""
+    policy = failures.known(call, host, policy)
+    group = class_of(call, host.arch, tables)
+    return policy, None if group is None else (group, host, policy.key, tables)
+
+
+def _is_shared(where: object, decision: Decision) -> bool:
+    """The slow tier says its bytes, which every length changes, so each of its calls is decided by itself."""
+    return where is not None and decision.selected not in SLOW_TIER
+
+
+def _new_decision(call: Call, host: Host, tables: Tables, policy: Policy) -> Decision:
+    decision = _importable(decide(call, host, tables, policy), tables, policy)
+    _check(decision, policy)
+    announce(decision, explain_mode())
+    return decision
+
+
+def _importable(decision: Decision, tables: Tables, policy: Policy) -> Decision:
+    """Decide again for as long as what was selected cannot be imported, which only trying it shows."""
+    # A tracer's modes would make fake what packages prepare while they are imported.
+    tried: set[str] = set()
+    with _disable_current_modes() if is_tracing() else nullcontext():
+        while (selected := decision.selected) is not None and imports.settle(selected) is not None:
+            if selected in tried:
+                # What failed is nothing that it needs by name: its executor says so, and is replaced.
+                break
+            tried.add(selected)
+            broken = {**decision.host.broken, **packages.broken()}
+            host = decision.host.model_copy(update={"broken": broken})
+            decision = decide(decision.call, host, tables, policy)
+    return decision
+
+
+def _check(decision: Decision, policy: Policy) -> None:
+    """Raise when nothing may run, warn when the slow tier would compute many scores."""
+    if decision.selected is None:
+        raise NoBackendError(render_failure(decision), decision)
+    verdict = decision.verdict(decision.selected)
+    if decision.selected in SLOW_TIER and verdict.score_bytes > policy.quadratic_limit_bytes:
+        warnings.warn(render_quadratic(decision), QuadraticAttentionWarning, stacklevel=7)
