@@ -153,6 +153,15 @@ KERNEL_CASES_90 = [
         ]
     ),
     Case(
+        f"{KERNELS_90}/backward-ragged-workspace", "sm_90", TRAINING | THD | cudnn("9.17.1"), cudnn("9.18.0")
+    ),
+    Case(
+        f"{KERNELS_90}/backward-ragged-workspace",
+        "sm_90",
+        TRAINING | THD | cudnn("9.10.2"),
+        {"phase": "inference"},
+    ),
+    Case(
         f"{KERNELS_90}/deterministic-workspace",
         "sm_90",
         DETERMINISTIC | lengths(8192, 8192),

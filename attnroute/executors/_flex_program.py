@@ -70,14 +70,19 @@ def blocked(inputs: Inputs, size: tuple[int, int] | None = None, *, cute: bool =
 
     Args:
         inputs: The call.
-        size: Queries and keys that a block has, or a whole number of times; None = any.
+        size: Queries and keys that a block has, or a whole number of times; None = `BLOCK`.
         cute: The expression becomes code of CuTe DSL.
     """
     mask = inputs.mask
     if mask.is_full:
         return _EVERYBODY
     given = mask.sparse[0] if len(mask.sparse) == 1 and mask == type(mask)(sparse=mask.sparse) else None
-    if given is not None and _fits(given, size) and _ends_with_tokens(given, inputs) and _lists_alike(given):
+    if (
+        given is not None
+        and _fits(given, size or BLOCK)
+        and _ends_with_tokens(given, inputs)
+        and _lists_alike(given)
+    ):
         # Beside a function that lets everything pass, torch ignores the lists where CuTe DSL runs
         # (pytorch#188322), and it sees none in a conjunction.
         text = f"mf0(b, h, i, j) & ({EVERYBODY})" if cute else "mf0(b, h, i, j)"
@@ -98,8 +103,8 @@ def blocked(inputs: Inputs, size: tuple[int, int] | None = None, *, cute: bool =
     return Blocked(_expressed(mask, extent, cute), blocks, size)
 
 
-def _fits(block_mask: BlockMask, size: tuple[int, int] | None) -> bool:
-    return size is None or all(n % least == 0 for n, least in zip(block_mask.BLOCK_SIZE, size, strict=True))
+def _fits(block_mask: BlockMask, size: tuple[int, int]) -> bool:
+    return all(n % least == 0 for n, least in zip(block_mask.BLOCK_SIZE, size, strict=True))
 
 
 def _ends_with_tokens(block_mask: BlockMask, inputs: Inputs) -> bool:

@@ -146,6 +146,9 @@ def test_sizes_do_not_share_lists_or_code(graphs):
         # A kernel looks for the end of 600 tokens by itself, and one block holds all of 384.
         (600, (256, 256), True),
         (384, (512, 512), True),
+        # The kernels' own tiles may be larger than a block of 64.
+        (384, (64, 64), False),
+        (384, (128, 64), False),
     ],
 )
 def test_lists_whose_last_block_ends_behind_the_last_token_are_listed_anew(length, size, is_used):

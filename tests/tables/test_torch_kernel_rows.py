@@ -62,6 +62,13 @@ CASES = {
             cudnn("9.26.0"),
         ),
         Case("any/cudnn/known-bad-9-13-0", "sm_80", cudnn("9.13.0"), cudnn("9.13.1")),
+        Case("any/cudnn/backward-gradient-strides", "sm_90", TRAINING | cudnn("9.4.0"), cudnn("9.5.1")),
+        Case(
+            "any/cudnn/backward-gradient-strides",
+            "sm_80",
+            TRAINING | {"versions": {"cudnn": "9.5.0", "torch": "2.7.1"}},
+            {"versions": {"cudnn": "9.5.0", "torch": "2.6.0"}},
+        ),
         Case("any/cudnn/compiled-output-strides", "sm_90", COMPILED | torch("2.7.1"), torch("2.8.0")),
         Case("any/cudnn/compiled-output-strides", "sm_80", COMPILED | torch("2.6.0"), EAGER),
         Case(
