@@ -104,6 +104,14 @@ CASES = {
     "negation": Case(lambda q, k, v, ids: attend(q, k, v, masks.Not(masks.Documents(ids=ids))), _ids),
     "dense": Case(attend, _dense),
     "bias": Case(lambda q, k, v, b: attend(q, k, v, bias=b.to(q.dtype)), _bias, True),
+    "dense_turned": Case(attend, lambda n: (_dense(n)[0].T,)),
+    "dense_gaps": Case(attend, lambda n: (_dense(2 * n)[0][:n, ::2],)),
+    "bias_turned": Case(lambda q, k, v, b: attend(q, k, v, bias=b), lambda n: (_bias(n)[0].mT,), True),
+    "math": Case(lambda q, k, v: attend(q, k, v, backend="math")),
+    "math_heads": Case(
+        lambda q, k, v, m: attend(q, k, v, m, is_causal=True, causal_alignment="top_left", backend="math"),
+        _dense,
+    ),
     "alibi": Case(lambda q, k, v, s: attend(q, k, v, alibi_slopes=s, is_causal=True), _per_head),
     "bias_objects": Case(
         lambda q, k, v, s: attend(q, k, v, bias=biases.ALiBi(s) + biases.Softcap(20.0)), _per_head

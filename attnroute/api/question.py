@@ -14,7 +14,7 @@ from attnroute.masks import All, Causal, Dense, Mask, Window
 from attnroute.masks.look import dense_node
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import as_4d, is_aligned
-from attnroute.masks.tracing import address, example
+from attnroute.masks.tracing import address, example, holds
 
 if TYPE_CHECKING:
     from attnroute.executors._inputs import ScoreMod
@@ -211,7 +211,7 @@ def _bias(args: Arguments, bias: Tensor | None) -> Bias | None:
         dtype=dtype_word(bias.dtype),
         shape=tuple(example(n) for n in bias.shape),
         requires_grad=follows and bias.requires_grad,
-        last_dim_contiguous=full.stride(-1) == 1,
+        last_dim_contiguous=holds(full.stride(-1) == 1),
         aligned=args.transform is not None or is_aligned(full),
     )
 
@@ -229,10 +229,12 @@ def _strides(args: Arguments, heads_at: int) -> Strides:
         # Inside a functorch transform a tensor has no memory of its own to ask about.
         return Strides()
     return Strides(
-        last_dim_contiguous=all(t.stride(-1) == 1 for t in tensors),
+        last_dim_contiguous=all(holds(t.stride(-1) == 1) for t in tensors),
         packed=all(t.is_contiguous() or t.transpose(1, 2).is_contiguous() for t in tensors),
         aligned_16=all(_aligned(t) for t in tensors),
-        kv_heads_expanded=any(t.shape[heads_at] > 1 and t.stride(heads_at) == 0 for t in tensors[1:]),
+        kv_heads_expanded=not all(
+            holds(t.shape[heads_at] <= 1) or holds(t.stride(heads_at) != 0) for t in tensors[1:]
+        ),
     )
 
 

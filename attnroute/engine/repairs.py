@@ -211,18 +211,25 @@ def _cast_mask(call: Call) -> Change | None:
         dtype=call.dtype,
         shape=tuple(shape),
         requires_grad=call.bias is not None and call.bias.requires_grad,
+        aligned=_aligns(call),
         empty_rows=_empty(call),
     )
     rest = tuple(n for n in call.mask if not isinstance(n, DenseNode))
     return call.with_(mask=rest, bias=bias), _product(shape) * DTYPE_BYTES[call.dtype]
 
 
+def _aligns(call: Call) -> bool:
+    """Return whether a copy has aligned rows: with an open length nobody can tell how much room they need."""
+    return "seqlen_kv" not in call.context.dynamic
+
+
 def _cast_bias(call: Call) -> Change | None:
-    return _rewrite_bias(call, dtype=call.dtype, aligned=True, last_dim_contiguous=True)
+    return _rewrite_bias(call, dtype=call.dtype, aligned=_aligns(call), last_dim_contiguous=True)
 
 
 def _align_bias(call: Call) -> Change | None:
-    return _rewrite_bias(call, aligned=True, last_dim_contiguous=True)
+    aligned = _aligns(call) or (call.bias is not None and getattr(call.bias, "aligned", False))
+    return _rewrite_bias(call, aligned=aligned, last_dim_contiguous=True)
 
 
 def _rewrite_bias(call: Call, **changes: object) -> Change | None:

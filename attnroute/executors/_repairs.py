@@ -19,7 +19,7 @@ from attnroute.executors._sink import run_with_sink
 from attnroute.masks.lowered import LoweredMask
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import additive, build
-from attnroute.masks.tracing import address, is_tracing
+from attnroute.masks.tracing import address, holds, is_tracing
 from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE
 
 PREPARED_LIMIT_BYTES: Final = 2**30
@@ -93,8 +93,10 @@ def _dense(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
             return allowed
         return additive(allowed, inputs.bias, query.dtype)
 
+    if is_tracing():
+        return make()
     size = extent.seqlen_q * extent.seqlen_kv * query.element_size()
-    if inputs.bias is None and inputs.mask.is_band_only and size <= BAND_LIMIT_BYTES and not is_tracing():
+    if inputs.bias is None and inputs.mask.is_band_only and size <= BAND_LIMIT_BYTES:
         return _band(inputs.mask, extent, query.dtype if as_bias else torch.bool)
     if inputs.bias is not None or inputs.keeper is None:
         return make()
@@ -151,9 +153,9 @@ def is_packed(tensor: Tensor) -> bool:
     """Return whether the last stride is 1 and the start and every row lie at multiples of 16 bytes."""
     size = tensor.element_size()
     rows = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    if any(n > 1 and s * size % 16 for n, s in rows):
+    if not all(holds(n <= 1) or holds(s * size % 16 == 0) for n, s in rows):
         return False
-    return (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1) and address(tensor) % 16 == 0
+    return (tensor.shape[-1] <= 1 or holds(tensor.stride(-1) == 1)) and address(tensor) % 16 == 0
 
 
 def _split(run: Run, inputs: Inputs, plan: Plan, axis: int) -> Output:

@@ -78,7 +78,7 @@ def _program(inputs: Inputs, plan: Plan) -> tuple[Blocked, Part, compiling.Setti
     mask, score = blocked(inputs, _block_size(plan), cute=cute), scored(inputs, cute=cute)
     settings = compiling.Settings(
         scale=inputs.scale,
-        enable_gqa=inputs.query.shape[1] != inputs.key.shape[1],
+        enable_gqa=bool(inputs.query.shape[1] != inputs.key.shape[1]),
         return_lse=plan.return_lse or inputs.sink is not None,
         size=mask.size,
         options=_options(inputs, plan),

@@ -19,6 +19,6 @@ def run(inputs: Inputs, plan: Plan) -> Output:
         inputs.dropout_p,
         attn is None and inputs.mask.band_hi is not None,
         scale=inputs.scale,
-        enable_gqa=inputs.query.shape[1] != inputs.key.shape[1],
+        enable_gqa=bool(inputs.query.shape[1] != inputs.key.shape[1]),
     )
     return out, None

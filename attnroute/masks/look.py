@@ -11,7 +11,7 @@ from torch import Tensor
 from attnroute.call import DenseNode, RecognizedNode
 from attnroute.masks.recognize import Rows, recognize
 from attnroute.masks.tensors import as_4d, is_aligned, is_wrapped, keeper_of, may_remember, remember
-from attnroute.masks.tracing import example
+from attnroute.masks.tracing import example, holds
 
 if TYPE_CHECKING:
     from attnroute.masks.nodes import Extent, Mask
@@ -56,7 +56,7 @@ def dense_node(tensor: Tensor, extent: Extent, *, look: bool) -> DenseNode:
     return DenseNode(
         shape=tuple(example(n) for n in tensor.shape),
         requires_grad=tensor.requires_grad,
-        last_dim_contiguous=tensor.dim() == 0 or tensor.stride(-1) == 1,
+        last_dim_contiguous=tensor.dim() == 0 or holds(tensor.stride(-1) == 1),
         aligned=is_aligned(tensor),
         empty_rows="unknown" if seen is None else seen.empty_rows,
         recognized=None if seen is None else seen.recognized,

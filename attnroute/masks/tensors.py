@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.autograd import forward_ad
 
 from attnroute import fits
@@ -16,7 +16,7 @@ from attnroute.masks import checks
 from attnroute.masks.identity import KEEPER
 from attnroute.masks.marks import Mark, is_private, places_of
 from attnroute.masks.region import allowed, whole
-from attnroute.masks.tracing import address, is_traced, is_tracing
+from attnroute.masks.tracing import address, holds, is_exporting, is_traced, is_tracing
 from attnroute.memory import Memory
 
 if TYPE_CHECKING:
@@ -69,7 +69,12 @@ def additive(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Te
 
 
 def _is_followed(allowed: Tensor, bias: Tensor | None) -> bool:
-    """Return whether a gradient, forward-mode duals or a functorch transform must see each step."""
+    """Return whether a gradient, forward-mode duals, a functorch transform or export must see each step.
+
+    What is written to a part of a tensor asks export whether that is the whole, which lengths decide.
+    """
+    if is_exporting():
+        return True
     if bias is not None and (
         (bias.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
     ):
@@ -89,9 +94,15 @@ def aligned_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor itself when its rows are aligned, else a differentiable copy that is."""
-    if tensor.dim() == 0 or is_wrapped(tensor) or (is_aligned(tensor) and tensor.stride(-1) == 1):
+    """Return the tensor itself when its rows are aligned, else a differentiable copy that is.
+
+    The rows of an exported program's open lengths are contiguous only; the engine's repairs know that.
+    """
+    if tensor.dim() == 0 or is_wrapped(tensor) or (is_aligned(tensor) and holds(tensor.stride(-1) == 1)):
         return tensor
+    if isinstance(tensor.shape[-1], SymInt) and is_exporting():
+        # How much room an open length needs is asked by whoever reads the strides, which would close it.
+        return tensor.contiguous()
     pad = -tensor.shape[-1] % ALIGN
     copy = torch.nn.functional.pad(tensor, (0, pad)) if pad else tensor.contiguous()
     if copy is tensor or (not is_traced(tensor) and copy.data_ptr() == tensor.data_ptr()):
@@ -104,7 +115,7 @@ def is_aligned(tensor: Tensor) -> bool:
     if is_wrapped(tensor):
         return True
     strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return all(s % ALIGN == 0 for n, s in strides if n > 1) and address(tensor) % 16 == 0
+    return all(holds(n <= 1) or holds(s % ALIGN == 0) for n, s in strides) and address(tensor) % 16 == 0
 
 
 def as_4d(tensor: Tensor) -> Tensor:

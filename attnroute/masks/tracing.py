@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import SymBool, SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import Parameter
@@ -42,6 +42,19 @@ def example(size: int | SymInt) -> int:
     node: Any = size.node
     hint = getattr(node, "hint", None)
     return int(size) if hint is None else int(hint)
+
+
+def holds(condition: bool | SymBool) -> bool:
+    """Return whether something is true of sizes that a tracer may have left open.
+
+    torch.compile makes the answer a condition of its graph. torch.export makes one program for all sizes, so
+    there it is false unless it is true of all of them: ask for what may be counted on, not for its opposite.
+    """
+    if isinstance(condition, SymBool) and is_exporting():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(condition)
+    return bool(condition)
 
 
 def address(tensor: Tensor) -> int:

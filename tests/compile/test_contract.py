@@ -95,6 +95,21 @@ def test_lengths_that_are_open_from_the_start(chosen):
     assert not counters["graph_break"]
 
 
+OPEN = ("plain", "bshd", "window", "dense", "dense_turned", "bias_turned", "alibi", "sink", "softcap", "math")
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_every_size_open_from_the_start(name, chosen):
+    """Batch, heads, lengths, head_dim and strides are the tracer's numbers, and so is what they make."""
+    run = compiled(CASES[name].call, dynamic=True)
+    for heads_kv, length in ((2, 64), (4, 100), (2, 77)):
+        inputs = problem(length)
+        inputs[1:] = [t.repeat_interleave(heads_kv // 2, 1) for t in inputs[1:]]
+        extras = CASES[name].tensors(length, "cpu")
+        torch.testing.assert_close(run(*inputs, *extras), CASES[name].call(*inputs, *extras))
+    assert not counters["graph_break"]
+
+
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 def test_bounds_of_sequence_lengths_stay_open(train):
     def call(query, key, value, sums, longest):
