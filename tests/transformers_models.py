@@ -60,6 +60,8 @@ MODELS = {
             "vocab_size_per_layer_input": 48,
         },
     ),
+    "cohere2": ("Cohere2", "Cohere2Config", BOTH_KINDS),
+    "olmo3": ("Olmo3", "Olmo3Config", BOTH_KINDS),
     "gpt_oss": ("GptOss", "GptOssConfig", {**BOTH_KINDS, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }
 # torch's CPU kernel knows no softcap; attnroute's own blocks do. A sink is put in from its log-sum-exp.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.compiler import is_compiling
 
 from attnroute.api import attention
 from attnroute.errors import argument_error
 from attnroute.integrations._transformers_carrier import CarriedMask
+from attnroute.integrations._transformers_models import refuse_eager_only
 from attnroute.integrations._transformers_packed import with_cu_seqlens
 from attnroute.masks import Causal, Mask, Window
 
@@ -70,42 +69,19 @@ def attention_function(ignore: frozenset[str], *, eager_only: bool = False) -> A
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         if not eager_only:
-            _refuse_eager_only(module)
+            refuse_eager_only(module)
         _refuse_unknown(kwargs, harmless)
         if is_causal is None:
             is_causal = bool(getattr(module, "is_causal", True))
         out = _attend(query, key, value, attention_mask, is_causal, kwargs, scale=scaling, dropout_p=dropout)
         return out.transpose(1, 2).contiguous(), None
 
-    # Tracing through a decision is not possible yet, so that a compiled model stops here and goes on behind.
-    outside: AttentionFunction = torch.compiler.disable(attnroute_attention_forward)
-    return outside
+    return attnroute_attention_forward
 
 
 _HONOURED = frozenset(
     {"softcap", "s_aux", "position_bias", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "deterministic"}
 )
-
-
-def _refuse_eager_only(module: torch.nn.Module) -> None:
-    kind = type(module)
-    if _is_eager_only(kind.__module__):
-        raise argument_error(
-            "attn_implementation",
-            "a model that transformers runs with another implementation than eager, too",
-            f"one with {kind.__name__}, which may compute with its masks as if they were float tensors",
-            'take "eager", or pass register(eager_only=True) after comparing results',
-        )
-
-
-@lru_cache(maxsize=512)
-def _is_eager_only(place: str) -> bool:
-    """Whether every model defined in an attention class's module says that it supports nothing else."""
-    home = vars(sys.modules[place]).values()
-    models = [m for m in home if isinstance(m, type) and issubclass(m, PreTrainedModel)]
-    models = [m for m in models if m.__module__ == place]
-    flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
-    return bool(models) and not any(getattr(m, flag, False) for m in models for flag in flags)
 
 
 def _refuse_unknown(kwargs: Mapping[str, Any], harmless: frozenset[str]) -> None:
@@ -167,7 +143,10 @@ def _mask(
     keys = (0, key.shape[2])
     mask: Mask | Tensor | None = given
     pattern = None
-    if isinstance(given, CarriedMask):
+    if isinstance(given, CarriedMask) and is_compiling():
+        # What the object says is not known to a graph; its tensors are, and the dense mask is made of them.
+        mask = given & True
+    elif isinstance(given, CarriedMask):
         pattern = given.pattern
         mask, keys = _carried(given, query, key, window)
     elif given is None:

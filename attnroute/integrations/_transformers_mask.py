@@ -37,6 +37,7 @@ def make_mask(
     kv_offset: int = 0,
     mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
@@ -51,6 +52,7 @@ def make_mask(
         kv_offset: Position of the first key.
         mask_function: Says for index tensors (batch, head, query, key) who may attend.
         attention_mask: Bool tensor (batch, positions), False for padding.
+        allow_is_causal_skip: False also says, of a single query, that a compiled step may take the mask.
         allow_is_bidirectional_skip: None may be returned where nothing is masked.
         device: Where the mask lies.
         **kwargs: What else transformers tells every mask function; `sdpa_mask` gets it for dense masks.
@@ -61,8 +63,11 @@ def make_mask(
     """
     sizes = (batch_size, q_length, kv_length)
     pattern = None
-    # Values of a traced tensor cannot be read, and without reading them nothing is certain.
-    if not is_tracing(attention_mask) and not is_tracing(q_offset):
+    # Values of a traced tensor cannot be read, and without reading them nothing is certain. A compiled step
+    # of decoding takes masks as inputs of one form, and one row costs next to nothing.
+    traced = is_tracing(attention_mask) or is_tracing(q_offset)
+    transformed = not traced and (_is_transformed(attention_mask) or _is_transformed(q_offset))
+    if not traced and not transformed and (q_length > 1 or allow_is_causal_skip):
         pattern = _pattern(sizes, q_offset, kv_offset, mask_function, attention_mask)
     if pattern is None:
         dense: Tensor | None = sdpa_mask(
@@ -74,7 +79,7 @@ def make_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             device=device,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip and not transformed,
             # A module that sees no mask guesses the alignment; a mask states it.
             **{**kwargs, "allow_is_causal_skip": False},
         )
@@ -84,6 +89,12 @@ def make_mask(
     if allow_is_bidirectional_skip and pattern.is_full and pattern.left is None:
         return None
     return CarriedMask.carry(pattern, device)
+
+
+def _is_transformed(value: object) -> bool:
+    """Whether a function transform holds a tensor: under torch.vmap what it says differs by sample."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - torch has no public question
+    return isinstance(value, Tensor) and bool(wrapped(value))
 
 
 def _pattern(
@@ -98,8 +109,7 @@ def _pattern(
     if reading is None or min(sizes) < 1:
         return None
     if isinstance(q_offset, Tensor):
-        # Reading the tensor waits for the device, once per prompt. Single tokens stay dense: a compiled
-        # decoding step takes this mask as an input of fixed form, and one row costs next to nothing.
+        # Reading the tensor waits for the device, once per prompt, and is not worth it for a single token.
         if sizes[1] == 1:
             return None
         q_offset = int(q_offset)

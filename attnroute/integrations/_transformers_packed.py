@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attnroute.errors import argument_error
 from attnroute.integrations._transformers_pattern import Pattern
@@ -50,7 +51,8 @@ def with_cu_seqlens(
 def _joined(
     mask: Mask | Tensor | None, ids: Tensor | None, cu_q: Tensor, cu_k: Tensor
 ) -> Mask | Tensor | None:
-    if cu_q is not cu_k and not torch.equal(cu_q, cu_k):
+    # A graph reads no values, so there they must be right, as for `attention()`.
+    if cu_q is not cu_k and not is_compiling() and not torch.equal(cu_q, cu_k):
         raise argument_error(
             "cu_seq_lens_k", "the same documents as cu_seq_lens_q", "others", "pass equal ones"
         )

@@ -97,19 +97,8 @@ class Pattern:
 
     def dense(self, device: torch.device | str | None) -> Tensor:
         """Return the whole mask as a new bool tensor (batch, 1, q_length, kv_length), True = attend."""
-        rows = torch.arange(self.q_length, device=device)[:, None] + self.offset
-        columns = torch.arange(self.kv_length, device=device)[None]
         shape = (self.batch, 1, self.q_length, self.kv_length)
-        allowed = torch.ones(shape, dtype=torch.bool, device=device)
-        if self.left is not None:
-            allowed &= columns >= rows - self.left
-        if self.right is not None:
-            allowed &= columns <= rows + self.right
-        if self.keep is not None:
-            allowed &= self.keep[:, None, None, :].to(device)
-        if self.ids is not None:
-            allowed &= (self.ids[:, None, :, None] == self.ids[:, None, None, :]).to(device)
-        return allowed
+        return allowed_pairs(shape, self.offset, self.left, self.right, self.keep, self.ids, device)
 
     def part(self, rows: slice, columns: slice) -> Pattern | None:
         """Return the pattern of a block, or None where it is empty, has gaps or cuts documents."""
@@ -129,6 +118,30 @@ class Pattern:
             offset=self.offset + first_row - first,
             keep=None if self.keep is None else self.keep[:, first:last],
         )
+
+
+def allowed_pairs(
+    shape: tuple[int, ...],
+    offset: int | Tensor,
+    left: int | Tensor | None,
+    right: int | Tensor | None,
+    keep: Tensor | None,
+    ids: Tensor | None,
+    device: torch.device | str | None,
+) -> Tensor:
+    """Return what the attributes of a `Pattern` say as a new bool tensor of a shape, True = attend."""
+    rows = torch.arange(shape[2], device=device)[:, None] + offset
+    columns = torch.arange(shape[3], device=device)[None]
+    allowed = torch.ones(shape, dtype=torch.bool, device=device)
+    if left is not None:
+        allowed &= columns >= rows - left
+    if right is not None:
+        allowed &= columns <= rows + right
+    if keep is not None:
+        allowed &= keep[:, None, None, :].to(device)
+    if ids is not None:
+        allowed &= (ids[:, None, :, None] == ids[:, None, None, :]).to(device)
+    return allowed
 
 
 def _key_padding(keep: Tensor, side: PaddingSide | None) -> KeyPadding:

@@ -46,6 +46,7 @@ def register(name: str = "attnroute", *, ignore: Iterable[str] = (), eager_only:
 
     from attnroute.integrations._transformers_attention import attention_function
     from attnroute.integrations._transformers_mask import make_mask, refuse_old_transformers
+    from attnroute.integrations._transformers_models import ask_before_models_are_built
 
     refuse_old_transformers()
     _check_name(name, taken=AttentionInterface().get(name))
@@ -53,6 +54,7 @@ def register(name: str = "attnroute", *, ignore: Iterable[str] = (), eager_only:
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, make_mask)
     _REGISTERED[name] = function
+    ask_before_models_are_built(_REGISTERED)
 
 
 def _check_name(name: str, taken: object) -> None:

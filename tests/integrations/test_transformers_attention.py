@@ -219,6 +219,56 @@ def test_models_for_eager_attention_alone_raise():
     assert torch.equal(forward(other, *given, None)[0], served)
 
 
+SMALL = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "named"),
+    [
+        # Tables of classes, which a name picks one from.
+        ("Falcon", {}, "FalconAttention"),
+        (
+            "GPTNeo",
+            {"num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]},
+            "GPTNeoSelfAttention",
+        ),
+        ("Data2VecVision", {"image_size": 4, "patch_size": 2}, "Data2VecVisionSelfAttention"),
+        # One class that computes attention itself.
+        ("Bloom", {}, "BloomModel"),
+        ("Mpt", {"d_model": 8, "n_heads": 2, "n_layers": 1}, "MptModel"),
+        ("RemBert", {"input_embedding_size": 8}, "RemBertModel"),
+        ("XGLM", {"d_model": 8, "attention_heads": 2, "num_layers": 1, "ffn_dim": 8}, "XGLMModel"),
+    ],
+)
+def test_models_that_compute_attention_themselves_raise(family, extra, named):
+    model = getattr(transformers, f"{family}Model")
+    config = getattr(transformers, f"{family}Config")
+    register()
+    with pytest.raises(ArgumentError, match=f'"attnroute" for {named}, which computes attention by itself'):
+        model._from_config(config(**SMALL, **extra), attn_implementation="attnroute")
+    assert model._from_config(config(**SMALL, **extra), attn_implementation="eager")
+    # Whoever makes such a model anew gets the same answer, and a subclass as well.
+    derived = type("Derived", (model,), {"__module__": __name__})
+    with pytest.raises(ArgumentError, match="which computes attention by itself"):
+        derived._from_config(config(**SMALL, **extra), attn_implementation="attnroute")
+
+
+def test_transformers_is_asked_once_however_often_one_registers():
+    register()
+    asked = transformers.PreTrainedModel.get_correct_attn_implementation
+    register("asked-again")
+    assert transformers.PreTrainedModel.get_correct_attn_implementation is asked
+
+
 def test_registering_twice_is_harmless():
     register()
     register()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import masking_utils
 from transformers_models import materialized, packed_function
 
 from attnroute.integrations._transformers_carrier import CarriedMask
@@ -138,3 +140,108 @@ def test_a_copy_is_written_to_alone():
     mask[:, :, -2:].contiguous().fill_(True)
     assert mask.pattern is not None
     assert torch.equal(mask.dense(), causal().dense())
+
+
+def as_float(mask):
+    return torch.where(mask, 0.0, -1.0)
+
+
+@pytest.fixture
+def windowed():
+    """Return how to make a mask with everything that its plain tensors say: offset, window, padding."""
+    keep = torch.ones(2, 6, dtype=torch.bool)
+    keep[1, 0] = False
+    function = masking_utils.sliding_window_causal_mask_function(3)
+    return lambda: make_mask(2, 4, 6, 2, attention_mask=keep, mask_function=function)
+
+
+@pytest.mark.parametrize("dim", [0, 2, 3])
+def test_vmap_maps_over_the_dense_mask(windowed, dim):
+    mapped = torch.vmap(as_float, in_dims=dim)
+    assert torch.equal(mapped(windowed()), mapped(windowed().dense()))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_takes_the_mask(windowed, strict):
+    class Model(torch.nn.Module):
+        def forward(self, scores, mask):
+            return scores.masked_fill(~mask, -1.0)
+
+    scores, model = torch.randn(2, 1, 4, 6), Model()
+    program = torch.export.export(model, (scores, windowed()), strict=strict).module()
+    for mask in (windowed(), causal()):
+        assert torch.equal(program(scores, mask), model(scores, mask.dense()))
+
+
+def test_a_jit_trace_takes_the_mask(windowed):
+    traced = torch.jit.trace(as_float, (windowed(),), check_trace=False)
+    for mask in (windowed(), causal()):
+        assert torch.equal(traced(mask.dense()), as_float(mask.dense()))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        as_float,
+        lambda mask: mask[:, :, 1:],
+        lambda mask: mask[0, 0, 0, 0],
+        lambda mask: mask.to(torch.float32),
+        lambda mask: mask.clone().logical_not_(),
+        lambda mask: torch.cat([mask, mask], -1),
+        lambda mask: mask.expand(2, 4, -1, -1),
+        lambda mask: torch.zeros(mask.shape) + mask.dim(),
+    ],
+    ids=["where", "block", "item", "float", "copy", "cat", "expand", "shape"],
+)
+def test_a_graph_computes_with_the_dense_mask(windowed, operation):
+    compiled = torch.compile(operation, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(windowed()), operation(windowed().dense()))
+    torch._dynamo.reset()
+
+
+def test_one_graph_holds_for_other_offsets_windows_and_paddings():
+    compiled = torch.compile(as_float, backend=(counter := CompileCounterWithBackend("aot_eager")))
+    for offset, window, missing in [(2, 3, 0), (3, 9, 1), (0, 1, 2), (2, 2, 4)]:
+        keep = torch.arange(6)[None].expand(2, -1) >= missing
+        function = masking_utils.sliding_window_causal_mask_function(window)
+        mask = make_mask(2, 4, 6, offset, attention_mask=keep, mask_function=function)
+        assert torch.equal(compiled(mask), as_float(mask.dense()))
+    mask = make_mask(2, 4, 6, 2)
+    assert torch.equal(compiled(mask), as_float(mask.dense()))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_a_graph_sees_what_was_written(windowed):
+    mask = windowed()
+    block = mask[:, :, 1:]
+    mask[..., 0] = True
+    compiled = torch.compile(as_float, backend="aot_eager")
+    for part in (mask, block):
+        assert torch.equal(compiled(part), as_float(part.dense()))
+    assert block.dense()[..., 0].all()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "write", [lambda mask: mask.fill_(True), lambda mask: mask.__setitem__((..., 0), True)]
+)
+def test_a_graph_that_writes_raises(windowed, write):
+    mask = windowed()
+    expected = mask.dense().clone()
+    with pytest.raises(RuntimeError, match=r"got the mask of the model.*write into mask.clone\(\)"):
+        torch.compile(write, backend="aot_eager", fullgraph=True)(mask)
+    assert torch.equal(mask.dense(), expected)
+    torch._dynamo.reset()
+
+
+def test_the_mask_of_a_tracer_has_a_text(windowed):
+    mask = windowed()
+    names, constants = mask.__tensor_flatten__()
+    assert (names, constants) == (["offset", "left", "right", "keep"], None)
+    parts = {name: getattr(mask, name) for name in names}
+    held = CarriedMask.__tensor_unflatten__(parts, None, (2, 1, 4, 6), (24, 24, 6, 1))
+    assert repr(held) == "CarriedMask(shape=(2, 1, 4, 6))"
+    assert held.pattern is None
+    assert torch.equal(held.dense(), windowed().dense())
+    assert not hasattr(held, "nothing")

@@ -249,6 +249,16 @@ def test_single_tokens_of_a_static_cache_stay_dense():
     assert mask.tolist() == [[[[True] * 4 + [False] * 4]]]
 
 
+@pytest.mark.parametrize("function", [hf.causal_mask_function, hf.sliding_window_causal_mask_function(3)])
+def test_steps_that_may_be_compiled_get_masks_of_one_form(function):
+    """transformers forbids to leave out the mask of a single query where the cache may be compiled."""
+    for offset in (3, torch.tensor(3)):
+        mask = make_mask(1, 1, 8, offset, mask_function=function, allow_is_causal_skip=False)
+        assert type(mask) is torch.Tensor
+        assert torch.equal(mask, hf.sdpa_mask(1, 1, 8, 3, mask_function=function, **NO_SKIP))
+    assert isinstance(make_mask(1, 1, 8, 3, mask_function=function), CarriedMask)
+
+
 def test_a_builder_that_changed_its_meaning_is_not_read(monkeypatch):
     def inclusive(sliding_window):
         def inner_mask(batch_idx, head_idx, q_idx, kv_idx):
