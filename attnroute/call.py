@@ -178,10 +178,15 @@ Bias = Annotated[DenseBias | AlibiBias | FunctionBias, Field(discriminator="kind
 
 
 class Strides(_Plain):
-    """How query, key and value lie in memory, as far as a kernel cares."""
+    """How query, key and value lie in memory, as far as a kernel cares.
+
+    `tokens_contiguous`: they are contiguous as (batch, seqlen, num_heads, head_dim), or thd's (total,
+    num_heads, head_dim).
+    """
 
     last_dim_contiguous: bool = True
     packed: bool = True
+    tokens_contiguous: bool = True
     aligned_16: bool = True
     kv_heads_expanded: bool = False
 

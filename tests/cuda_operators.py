@@ -16,13 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class CudaOperators(TorchDispatchMode):
     """Run the operators on CPU tensors in float64, and note their names.
 
-    `padded` gives ragged batches the log-sum-exp of older kernels: (sequences, heads, longest).
+    `padded` gives ragged batches the log-sum-exp of older kernels: (sequences, heads, longest). A gradient of
+    the output that a kernel would misread is an error here; those that backwards got are in `gradients`.
     """
 
     def __init__(self, *, padded=False):
         super().__init__()
         self.padded = padded
         self.seen = []
+        self.gradients = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().partition(".")[0].removeprefix("aten::")
@@ -32,7 +34,27 @@ class CudaOperators(TorchDispatchMode):
         arguments = func._schema.arguments
         given = {a.name: a.default_value for a in arguments if a.has_default_value()}
         given |= {a.name: value for a, value in zip(arguments, args, strict=False)} | (kwargs or {})
+        if name.endswith("_backward"):
+            self.gradients.append(_taken(name, given))
         return _OPERATORS[name](self, given)
+
+
+def _taken(name, given):
+    """Return the gradient of the output, which the kernel reads 16 bytes at a time along its rows."""
+    grad = given["grad_out_"] if "grad_out_" in given else given["grad_out"]
+    assert grad.stride(-1) == 1
+    assert grad.data_ptr() % 16 == 0, "misaligned address"
+    assert all(
+        s * grad.element_size() % 16 == 0
+        for n, s in zip(grad.shape, grad.stride()[:-1], strict=False)
+        if n > 1
+    )
+    if "cudnn" in name:
+        sides = zip(grad.shape, grad.stride(), given["out"].stride(), strict=True)
+        assert all(n == 1 or own == of_out for n, own, of_out in sides), (
+            "read with the strides of another gradient"
+        )
+    return grad
 
 
 def weights_kept(shape, dropout_p, state):
@@ -186,6 +208,8 @@ def _cudnn(_, given):
     tensors = (given["query"], given["key"], given["value"])
     out, lse = _forward(given, *tensors, _top_left(given, given["attn_bias"]), state)
     lengths = (given["query"].shape[2], given["key"].shape[2])
+    if out.shape == given["query"].shape:
+        out = torch.empty_like(given["query"]).copy_(out)
     return out, lse[..., None], None, None, *lengths, state[0], state[1], None
 
 

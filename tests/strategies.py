@@ -172,6 +172,7 @@ def strides():
         Strides,
         last_dim_contiguous=TRUE_MOSTLY,
         packed=TRUE_MOSTLY,
+        tokens_contiguous=TRUE_MOSTLY,
         aligned_16=TRUE_MOSTLY,
         kv_heads_expanded=FALSE_MOSTLY,
     )

@@ -20,7 +20,8 @@ CALL = """
  "head_dim_qk": 128, "head_dim_v": 128, "layout": "bhsd", "phase": "inference",
  "mask": [], "bias": null,
  "softcap": 0.0, "sink": false, "dropout_p": 0.0, "deterministic": false, "return_lse": false,
- "strides": {"last_dim_contiguous": true, "packed": true, "aligned_16": true, "kv_heads_expanded": false},
+ "strides": {"last_dim_contiguous": true, "packed": true, "tokens_contiguous": true,
+ "aligned_16": true, "kv_heads_expanded": false},
  "context": {"compiled": false, "cuda_graph": false, "dispatch_mode": false,
  "dynamic": [], "transform": null, "distributed": null}}
 """

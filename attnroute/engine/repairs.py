@@ -139,7 +139,7 @@ def _expand_kv(call: Call) -> Change | None:
     if call.num_heads_kv == call.num_heads_q and not call.strides.kv_heads_expanded:
         return None
     size = call.batch * call.num_heads_q * call.seqlen_kv * (call.head_dim_qk + call.head_dim_v)
-    strides = call.strides.model_copy(update={"kv_heads_expanded": False})
+    strides = _heads_outermost(call, call.strides.model_copy(update={"kv_heads_expanded": False}))
     return call.with_(num_heads_kv=call.num_heads_q, strides=strides), size * DTYPE_BYTES[call.dtype]
 
 
@@ -151,13 +151,22 @@ def _pad_head_dim(call: Call) -> Change | None:
     keys = call.batch * call.num_heads_kv * call.seqlen_kv * (qk + v)
     # Only what is padded is copied, so the strides are those of a copy only where both are.
     both = qk != call.head_dim_qk and v != call.head_dim_v
-    changed = call.with_(head_dim_qk=qk, head_dim_v=v, strides=Strides() if both else call.strides)
+    strides = _heads_outermost(call, Strides() if both else call.strides)
+    changed = call.with_(head_dim_qk=qk, head_dim_v=v, strides=strides)
     return changed, (query + keys) * DTYPE_BYTES[call.dtype]
+
+
+def _heads_outermost(call: Call, strides: Strides) -> Strides:
+    """A copy has its heads outermost, whose tokens a ragged batch takes as they lie."""
+    return strides.model_copy(update={"tokens_contiguous": False}) if call.layout == "thd" else strides
 
 
 def _contiguous(call: Call) -> Change | None:
     # A tensor whose rows are whole and aligned is left alone, gaps between them and shared heads included.
-    strides = call.strides.model_copy(update={"last_dim_contiguous": True, "aligned_16": True})
+    # Of a ragged batch it makes the tokens follow each other as well.
+    of_tokens = {"tokens_contiguous": True, "packed": True, "kv_heads_expanded": False}
+    whole = of_tokens if call.layout == "thd" else {}
+    strides = call.strides.model_copy(update={"last_dim_contiguous": True, "aligned_16": True, **whole})
     if call.strides == strides:
         return None
     query = call.batch * call.num_heads_q * call.seqlen_q * call.head_dim_qk

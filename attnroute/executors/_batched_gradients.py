@@ -63,6 +63,11 @@ def in_turn(backward: Callable[..., Gradients], *grads: Tensor) -> Gradients:
     )
 
 
+def is_batched(grad: Tensor) -> bool:
+    """Return whether a gradient stands for several, or belongs to another functorch transform."""
+    return is_wrapped(grad) or bool(_functorch.is_legacy_batchedtensor(grad))
+
+
 def _samples_of(grads: tuple[Tensor, ...]) -> _Samples | None:
     if any(_functorch.is_batchedtensor(grad) for grad in grads):
         return _of_functorch(grads)

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from attnroute.errors import KernelRefusedError
 from attnroute.executors import _first_call, _from_lse, _launch
 from attnroute.executors._batched_gradients import in_turn
+from attnroute.executors._gradients import fitted
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.executors._request import SCHEMA, Request, packed, padded, request_of, swapped
 from attnroute.executors._sink import Grads, Ran, Wanted
@@ -176,7 +177,7 @@ class External:
     def _launch_backward(self, grad_out: Tensor, ran: Launched, request: Request) -> Gradients:
         try:
             with self._guarded("backward", request), self._shown("backward", request):
-                return self._kernel.backward(request, ran, grad_out)
+                return self._kernel.backward(request, ran, fitted(grad_out, ran.out))
         except KernelRefusedError as error:
             # Output and log-sum-exp are the same whatever kernel made them, so another one can go on.
             if request.fallback == "none" or request.dropout_p:

@@ -128,9 +128,8 @@ def _prepare_qkv(inputs: Inputs, repairs: frozenset[str]) -> None:
             _padded(t) for t in (inputs.query, inputs.key, inputs.value)
         )
     if "contiguous" in repairs:
-        inputs.query, inputs.key, inputs.value = (
-            _packed(t) for t in (inputs.query, inputs.key, inputs.value)
-        )
+        pack = _tokens_packed if "to_varlen" in repairs else _packed
+        inputs.query, inputs.key, inputs.value = (pack(t) for t in (inputs.query, inputs.key, inputs.value))
 
 
 def _expand(tensor: Tensor, group: int) -> Tensor:
@@ -147,6 +146,14 @@ def _padded(tensor: Tensor) -> Tensor:
 
 def _packed(tensor: Tensor) -> Tensor:
     return tensor if is_packed(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _tokens_packed(tensor: Tensor) -> Tensor:
+    """Sequences take the tokens of all rows as they lie: copied, each token's heads follow each other."""
+    tokens = tensor.transpose(1, 2)
+    if tokens.is_contiguous() and address(tensor) % 16 == 0:
+        return tensor
+    return tokens.clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def is_packed(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnroute.executors._bindings import operator_of
+from attnroute.executors._gradients import fitted, watch
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.executors._sink import Grads, Ran, Wanted
 from attnroute.masks.tensors import as_4d
@@ -16,6 +17,7 @@ from attnroute.masks.tensors import as_4d
 def run(inputs: Inputs, plan: Plan) -> Output:
     """Run the operator."""
     out, lse, *_ = _operator(inputs, keep_lse=plan.training or plan.return_lse)
+    watch(out, plan, as_output=True)
     return out, lse.view(out.shape[:3]) if plan.return_lse else None
 
 
@@ -30,7 +32,7 @@ def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted
     shape, sums_q, sums_kv, max_q, max_kv, seed, offset, *_rest = ran.rest
     attn = None if inputs.attn is None else as_4d(inputs.attn)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        grad_out,
+        fitted(grad_out, ran.out, as_output=True),
         inputs.query,
         inputs.key,
         inputs.value,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnroute.executors._gradients import fitted, watch
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.executors._repairs import empty_rows
 from attnroute.executors._sink import Grads, Ran, Wanted
@@ -28,6 +29,7 @@ LSE_ROWS: Final = 32
 def run(inputs: Inputs, plan: Plan) -> Output:
     """Run the operator that fits the mask."""
     out, lse, *_ = _operator(inputs, keep_lse=plan.training or plan.return_lse)
+    watch(out, plan)
     return out, _settled(lse, inputs) if plan.return_lse else None
 
 
@@ -42,6 +44,7 @@ def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted
     lse = pad(ran.lse, (0, -ran.lse.shape[-1] % LSE_ROWS), value=math.inf)
     # The kernel takes the output's rows to lie heads after heads, as its forward writes them.
     out = ran.out.transpose(1, 2).contiguous().transpose(1, 2)
+    grad_out = fitted(grad_out, out)
     high = _high(inputs)
     if high:
         return _bottom_right_backward(inputs, Ran(out, lse, ran.rest), grad_out)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnroute.executors import _flash_backward, _flash_ragged
 from attnroute.executors._bindings import operator_of
+from attnroute.executors._gradients import fitted, watch
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.executors._repairs import empty_rows
 from attnroute.executors._sink import Grads, Ran, Wanted
@@ -26,6 +27,7 @@ def run(inputs: Inputs, plan: Plan) -> Output:
     if plan.device_type == "cpu":
         return _cpu(inputs, return_lse=plan.return_lse)
     out, lse, *_ = _cuda(inputs, plan)
+    watch(out, plan)
     return out, _settled(lse) if plan.return_lse else None
 
 
@@ -42,6 +44,7 @@ def backward(inputs: Inputs, plan: Plan, ran: Ran, grad_out: Tensor, _: Wanted) 
     """Run the backward of the operator that `forward` ran; it makes all gradients but the mask's."""
     if plan.device_type == "cpu":
         return _flash_backward.cpu(inputs, ran, grad_out)
+    grad_out = fitted(grad_out, ran.out)
     if _is_plain(inputs) and "to_varlen" not in plan.repairs:
         return _flash_backward.plain(inputs, ran, grad_out)
     if "to_varlen" in plan.repairs or _flash_ragged.misses_keys(inputs):

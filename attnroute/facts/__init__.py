@@ -149,6 +149,9 @@ FACTS: Final[dict[str, str]] = {
     "return_lse": "the log-sum-exp is returned",
     "qkv_last_dim_contiguous": "the last stride of query, key and value is 1",
     "qkv_packed": "query, key and value are packed (no gaps between rows)",
+    "qkv_tokens_contiguous": (
+        "query, key and value are contiguous with their tokens outermost, each token's heads after each other"
+    ),
     "qkv_aligned_16": "query, key and value, and each of their rows, start at multiples of 16 bytes",
     "kv_heads_expanded": "key/value heads are one head with stride 0",
     "compiled": "the call is traced by torch.compile",
@@ -330,6 +333,7 @@ def _rest(call: Call) -> Facts:
         "return_lse": call.return_lse,
         "qkv_last_dim_contiguous": call.strides.last_dim_contiguous,
         "qkv_packed": call.strides.packed,
+        "qkv_tokens_contiguous": call.strides.tokens_contiguous,
         "qkv_aligned_16": call.strides.aligned_16,
         "kv_heads_expanded": call.strides.kv_heads_expanded,
         "compiled": call.context.compiled,

@@ -31,7 +31,7 @@ WORDS: Final[dict[str, str]] = {
     "softcap=30, sink, dropout=0.1": "score features",
     "train, deterministic, lse": "training, only deterministic kernels, log-sum-exp returned",
     "qkv_grad or no_qkv_grad": "whether query, key or value needs a gradient, where somebody said",
-    "last_dim_strided, unpacked, misaligned, kv_expanded": "how query, key and value lie in memory",
+    "last_dim_strided, unpacked, tokens_apart, misaligned, kv_expanded": "how query, key and value lie",
     "compiled, graph, dispatch_mode": "traced by torch.compile, captured into a CUDA graph, inside a mode",
     "dynamic=seqlen_q,seqlen_kv": "sizes that may change",
     "double_backward or forward_ad or vmap or export": "transform around the call",
@@ -63,6 +63,7 @@ FLAGS: Final[dict[str, tuple[str, object]]] = {
 STRIDES: Final[dict[str, tuple[str, object]]] = {
     "last_dim_strided": ("last_dim_contiguous", False),
     "unpacked": ("packed", False),
+    "tokens_apart": ("tokens_contiguous", False),
     "misaligned": ("aligned_16", False),
     "kv_expanded": ("kv_heads_expanded", True),
 }

@@ -13,6 +13,7 @@ from executors.cudnn_checks import check, inputs_of, plan_of, ragged_request, re
 from executors.cudnn_graph import Graph
 from reference import attend
 
+import attnroute
 from attnroute import masks
 from attnroute.executors import cudnn_fe
 from attnroute.executors._repairs import run_repaired
@@ -237,6 +238,37 @@ def test_rows_as_sequences(operators, case):
     check(cudnn_fe, "cudnn_fe", mask, inputs_of(mask, *lengths), "to_varlen")
     inputs = inputs_of(mask, *lengths)
     cudnn_checks.check_without_gradients(cudnn_fe, "cudnn_fe", mask, inputs, "to_varlen")
+
+
+PACKED_CAUSAL = masks.Causal() & masks.Documents(lengths=[4, 5])
+
+
+@pytest.mark.parametrize("form", [*cudnn_checks.FORMS, "shifted", "expanded"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_a_ragged_backward_is_given_tokens_one_behind_the_other(operators, layout, form):
+    """cuDNN places dQ by the strides of the query: by what is decided they are those of a whole tensor."""
+    batch = 1 if layout == "thd" else 2
+    inputs = inputs_of(PACKED_CAUSAL, 9, 9, batch=batch, form=form)
+    decision = decided((inputs.query, inputs.key, inputs.value), layout)
+    assert decision.selected == "cudnn_fe", str(decision)
+    runner = SimpleNamespace(run=lambda i, p: run_repaired(cudnn_fe.run, i, p))
+    check(runner, "cudnn_fe", PACKED_CAUSAL, inputs, *decision.verdict("cudnn_fe").repairs)
+    assert all(operators.backward[n].is_contiguous() for n in ("q", "k", "v", "o"))
+
+
+def decided(tensors, layout):
+    """Return what an H200 would run for causal documents of views of these tensors in a layout."""
+    views = [t if layout == "bhsd" else t.transpose(1, 2) for t in tensors]
+    if layout == "thd":
+        sums = torch.tensor([0, 4, 9], dtype=torch.int32)
+        views = [t[0] for t in views]
+        found = attnroute.explain(*views, is_causal=True, layout="thd", cu_seqlens_q=sums, max_seqlen_q=5)
+    else:
+        found = attnroute.explain(*views, PACKED_CAUSAL, layout=layout)
+    versions = {"torch": "2.11.0", "cudnn": "9.19.0", "nvidia-cudnn-frontend": "1.32.0"}
+    host = attnroute.Host(arch="sm_90", versions=versions)
+    policy = attnroute.Policy(require="cudnn_fe")
+    return attnroute.decide(found.call.with_(dtype="float16"), host, policy=policy)
 
 
 @pytest.mark.parametrize("with_sink", [False, True])

@@ -93,6 +93,24 @@ def _laid_out(inputs):
     return strides
 
 
+@given(FORMS, st.sampled_from([1, 2]), st.sampled_from([(8, 8), (5, 8)]), st.booleans())
+def test_sequences_made_contiguous_have_their_tokens_outermost(form, batch, head_dims, expands):
+    """Tokens of a ragged batch lie one behind the other; heads outermost are contiguous in another way."""
+    reference.seen = []
+    inputs = inputs_of(batch=batch, head_dims=head_dims)
+    inputs.query, inputs.key, inputs.value = (
+        stored(t, form) for t in (inputs.query, inputs.key, inputs.value)
+    )
+    want, _ = attend(inputs.query, inputs.key, inputs.value)
+    made = ("to_varlen", "expand_kv", "pad_head_dim", "contiguous")
+    out, _ = run_repaired(reference, inputs, plan(*(made if expands else (made[0], *made[2:]))))
+    torch.testing.assert_close(out, want)
+    (seen,) = reference.seen
+    for tensor in (seen.query, seen.key, seen.value):
+        assert tensor.transpose(1, 2).is_contiguous()
+        assert tensor.data_ptr() % 16 == 0
+
+
 def test_padding_keeps_the_scale_of_the_head_that_was_given():
     inputs = inputs_of(head_dims=(5, 3))
     want, _ = attend(inputs.query, inputs.key, inputs.value)

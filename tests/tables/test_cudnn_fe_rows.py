@@ -58,6 +58,12 @@ CASES = [
     *SLOW_CASES,
     *SM_103_CASES,
     Case("any/cudnn_fe/dtype", "sm_90", {"dtype": "float32"}, {"dtype": "float16"}),
+    Case(
+        "any/cudnn_fe/ragged-backward-tokens-apart",
+        "sm_90",
+        THD | TRAINING | strides(tokens_contiguous=False),
+        strides(),
+    ),
     Case("any/cudnn_fe/query-not-empty", "sm_90", lengths(0, 8), lengths(2, 8)),
     Case("any/cudnn_fe/keys-not-empty", "sm_90", lengths(8, 0), lengths(8, 8)),
     Case("any/cudnn_fe/batch-and-heads-not-empty", "sm_90", {"batch": 0}, {"batch": 1}),
