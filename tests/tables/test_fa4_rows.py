@@ -113,6 +113,16 @@ ANY_CASES = [
     Case("any/fa4/sink-gradient-before-b26", "sm_90", TRAINING | SINK | fa4(25), fa4(26)),
     Case("any/fa4/sink-gradient-before-b26", "sm_90", TRAINING | SINK | fa4(25), {"phase": "inference"}),
     Case("any/fa4/sink-dtype-before-b26", "sm_90", SINK | fa4(25), fa4(26)),
+    *[
+        Case(
+            "any/fa4/sink-log-sum-exp-overflows",
+            arch,
+            SINK | {"return_lse": True} | fields,
+            {"return_lse": False},
+        )
+        for arch in ("sm_90", "sm_100")
+        for fields in ({}, TRAINING)
+    ],
     Case("any/fa4/keys-not-empty-before-b10", "sm_100", lengths(128, 0) | fa4(9), fa4(10)),
     Case("any/fa4/ragged-keys-before-b10", "sm_90", THD | fa4(9), fa4(10)),
     Case("any/fa4/query-not-empty-before-b14", "sm_90", lengths(0, 8) | fa4(13), fa4(14)),
