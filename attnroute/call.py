@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from attnroute.fits import heads
+from attnroute.fits import depth, depth_of, heads
 from attnroute.vocabulary import (
     Alignment,
     Distributed,
@@ -121,12 +121,22 @@ class AnyNode(_Plain):
     kind: Literal["any"] = "any"
     parts: tuple[tuple[MaskNode, ...], ...]
 
+    @model_validator(mode="after")
+    def _is_readable(self) -> Self:
+        depth(depth_of(self))
+        return self
+
 
 class NotNode(_Plain):
     """A negation: the conjunction `part` must not allow."""
 
     kind: Literal["not"] = "not"
     part: tuple[MaskNode, ...]
+
+    @model_validator(mode="after")
+    def _is_readable(self) -> Self:
+        depth(depth_of(self))
+        return self
 
 
 MaskNode = Annotated[

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 if TYPE_CHECKING:
     from attnroute.engine.decision import Decision
 
-_SHOWN = 400
-"""Characters of what was given that a message repeats."""
+_ALIKE: Final = 0.7
+ECHO: Final = 100
+"""Characters of what somebody wrote that a message repeats."""
 
 
 class AttnRouteError(Exception):
     """Base of every error that attnroute raises on purpose."""
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str = "") -> None:
+        """Take the sentence; what a terminal would act on is written as an escape."""
+        super().__init__(printable(message))
 
 
 class ArgumentError(AttnRouteError, ValueError, RuntimeError):
@@ -88,6 +93,12 @@ class OverrideWarning(UserWarning):
     """An `ATTNROUTE_*` variable that attnroute does not know, or an `override()` that nobody entered."""
 
 
+class OutputError(AttnRouteError):
+    """What the command line printed could not be written."""
+
+    exit_code: ClassVar[int] = 6
+
+
 def argument_error(argument: str, required: str, got: object, to_do: str) -> ArgumentError:
     """Build the one-sentence error for a bad argument.
 
@@ -107,10 +118,38 @@ def _shown(got: object) -> str:
     except ValueError:
         # Python writes out no integer of thousands of digits.
         return f"an {type(got).__name__} of more digits than Python writes out"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+    return shortened(text, 4 * ECHO)
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return '; did you mean "x"?' for the nearest choice, or an empty string."""
-    near = get_close_matches(word, list(choices), n=1, cutoff=0.5)
-    return f'; did you mean "{near[0]}"?' if near else ""
+def printable(text: str) -> str:
+    """Return the text with escapes in the place of what a terminal acts on or cannot show; line ends stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def shortened(text: str, most: int = ECHO) -> str:
+    """Return the text, or of a long one its beginning and how long it is."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def quoted(text: object) -> str:
+    """Return what somebody wrote as a message repeats it: in quotes, a long text shortened."""
+    return f'"{shortened(str(text))}"'
+
+
+def did_you_mean(word: str, choices: Iterable[str], shared: str = "") -> str:
+    """Return '; did you mean "x"?' for a choice that is nearly the word, or an empty string.
+
+    Words that have half of their letters in common are not alike: no suggestion is better than a wrong one.
+
+    Args:
+        word: What was written.
+        choices: What is right.
+        shared: What all choices begin with, which makes no two of them alike.
+    """
+    if len(word) > ECHO:
+        return ""
+    found = {choice.removeprefix(shared).lower(): choice for choice in choices}
+    near = get_close_matches(word.removeprefix(shared).lower(), found, n=1, cutoff=_ALIKE)
+    return f'; did you mean "{found[near[0]]}"?' if near else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol
 
 from attnroute.errors import ArgumentError, argument_error
+from attnroute.vocabulary import MASK_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,6 +98,20 @@ def _elements(name: str, shape: tuple[int, ...]) -> None:
     if total > MOST_ELEMENTS:
         to_do = "check the sizes: no tensor of torch has more"
         raise argument_error(name, f"at most {MOST_ELEMENTS} elements", f"shape {shape}", to_do)
+
+
+def depth(levels: int) -> None:
+    """Combinations of masks nest no deeper than every reader can go."""
+    if levels > MASK_DEPTH:
+        to_do = "combine fewer, or write one masks.Function"
+        raise argument_error("mask", f"combinations at most {MASK_DEPTH} deep", f"{levels} levels", to_do)
+
+
+def depth_of(node: MaskNode) -> int:
+    """Return how many disjunctions and negations lie in each other."""
+    if node.kind == "any":
+        return 1 + max((depth_of(inner) for part in node.parts for inner in part), default=0)
+    return 1 + max(map(depth_of, node.part), default=0) if node.kind == "not" else 0
 
 
 def documents(lengths: tuple[int, ...] | None, sizes: Sizes) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from attnroute.errors import ArgumentError
+from attnroute.errors import ArgumentError, shortened
 
-Arch = Annotated[str, StringConstraints(pattern=r"^(cpu|sm_\d{2,3})$")]
+ARCH: Final = r"^(cpu|sm_\d{2,3})$"
+Arch = Annotated[str, StringConstraints(pattern=ARCH)]
 
 
 class Host(BaseModel):
@@ -52,14 +53,16 @@ class Host(BaseModel):
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             msg = (
-                f"--host requires a JSON file as `attnroute probe` prints it; got {path} ({_reason(error)}); "
-                f"record one with `attnroute probe > {path.name}`."
+                f"--host requires a JSON file as `attnroute probe` prints it; got {shortened(str(path))} "
+                f"({shortened(_reason(error))}); record one with `attnroute probe > host.json`."
             )
             raise ArgumentError(msg) from error
 
 
 def _reason(error: Exception) -> str:
     """Say in one line what is wrong; pydantic says it in a paragraph."""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 QUADRATIC_LIMIT_BYTES = 256 * 2**20
 """Scores above this size are never computed by the slow tier without a warning that names them."""
@@ -27,7 +28,7 @@ class Policy(BaseModel):
         allow_unknown: A backend that no row speaks about may be chosen.
         recognize: Look into dense masks.
         quadratic_limit_bytes: Above this the slow tier warns.
-        tables: Overlay folder.
+        tables: Overlay folder; a relative path is one of the directory in which the policy was made.
         transform: "double_backward" when the caller will differentiate twice, which no tensor shows.
         failed: Backends whose kernel was refused before its launch for calls like this one in this process,
             each with what it said.
@@ -44,7 +45,7 @@ class Policy(BaseModel):
     allow_unknown: bool = False
     recognize: bool = True
     quadratic_limit_bytes: int = QUADRATIC_LIMIT_BYTES
-    tables: Path | None = None
+    tables: Annotated[Path, AfterValidator(Path.absolute)] | None = None
     transform: str | None = None
     failed: tuple[tuple[str, str], ...] = ()
     origin: dict[str, str] = Field(default_factory=dict)

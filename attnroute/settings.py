@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from attnroute.errors import OverrideError, OverrideWarning, did_you_mean
+from attnroute.errors import OverrideError, OverrideWarning, did_you_mean, printable, quoted, shortened
 from attnroute.policy import Policy, merge
 from attnroute.scopes import Override, outside_of_graphs, scope_here
 from attnroute.tables.load import load
@@ -23,6 +23,10 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")
 ExplainMode = Literal["off", "once", "changes", "all"]
 _EXPLAIN_MODES = ("off", "once", "changes", "all")
+_Reader = Callable[[str, str, tuple[str, ...]], dict[str, object]]
+"""A variable's name, its text and the backends that there are, to what it sets."""
+_NAMING = frozenset({"ATTNROUTE_BACKEND", "ATTNROUTE_BACKENDS"})
+"""The variables that name backends."""
 
 VARIABLES: dict[str, str] = {
     "ATTNROUTE_BACKEND": "the only backend that may run",
@@ -30,7 +34,7 @@ VARIABLES: dict[str, str] = {
     "ATTNROUTE_STRICT": "1: no slow tier, no reroute, no unknown backend",
     "ATTNROUTE_ALLOW_UNKNOWN": "1: a backend that no row speaks about may be chosen",
     "ATTNROUTE_TABLES": "folder of tables that outrank the shipped ones",
-    "ATTNROUTE_TUNING": "off, read, or a path: measured costs (none are shipped yet)",
+    "ATTNROUTE_TUNING": "off: there are no measured costs to read yet",
     "ATTNROUTE_EXPLAIN": "off, once, changes or all: print decisions to stderr",
     "ATTNROUTE_RECOGNIZE": "0: do not look into dense masks",
 }
@@ -73,16 +77,17 @@ def from_environment(environ: Mapping[str, str]) -> Policy:
     """
     settings: dict[str, object] = {}
     origin: dict[str, str] = {}
-    for name, text in sorted(environ.items()):
-        if not name.startswith(PREFIX):
-            continue
-        reader = _READERS.get(name)
-        if reader is None:
+    given = {name: text.strip() for name, text in environ.items() if name.startswith(PREFIX)}
+    # The tables say which backends there are.
+    folder = _tables("ATTNROUTE_TABLES", given.get("ATTNROUTE_TABLES", ""))
+    known = known_backends(folder) if _NAMING & given.keys() else ()
+    for name, text in sorted(given.items()):
+        if name not in VARIABLES:
             _warn_unknown(name)
             continue
-        for setting, value in reader(name, text.strip()).items():
+        for setting, value in _READERS[name](name, text, known).items():
             settings[setting] = value
-            origin[setting] = f"{name}={text}"
+            origin[setting] = f"{name}={shortened(environ[name])}"
     return Policy.model_validate({**settings, "origin": origin})
 
 
@@ -121,7 +126,8 @@ def override(
     Warns:
         OverrideWarning: What was returned is dropped and never steered anything.
     """
-    named = policy_of("override()", backend=backend, prefer=prefer, allow=allow, ban=ban)
+    tables = current().tables
+    named = policy_of("override()", backend=backend, prefer=prefer, allow=allow, ban=ban, tables=tables)
     stated: dict[str, object] = {name: getattr(named, name) for name in named.model_fields_set}
     flags = {"strict": strict, "allow_unknown": allow_unknown, "recognize": recognize}
     for name, value in (*flags.items(), ("double_backward", double_backward)):
@@ -148,13 +154,17 @@ def call_policy(backend: str | None, prefer: str | Iterable[str] | None) -> Poli
         return _merged(current(), backend, wishes)
     except TypeError:
         # Not hashable, so no name of a backend; the checks say so.
-        return merge(current(), policy_of("attention()", backend=backend, prefer=wishes))
+        return _merge(current(), backend, wishes)
 
 
 @lru_cache(maxsize=256)
 def _merged(below: Policy, backend: str | None, prefer: str | tuple[str, ...] | None) -> Policy:
     """A model names the same backend in every call."""
-    return merge(below, policy_of("attention()", backend=backend, prefer=prefer))
+    return _merge(below, backend, prefer)
+
+
+def _merge(below: Policy, backend: str | None, prefer: str | tuple[str, ...] | None) -> Policy:
+    return merge(below, policy_of("attention()", backend=backend, prefer=prefer, tables=below.tables))
 
 
 def policy_of(
@@ -164,18 +174,31 @@ def policy_of(
     prefer: str | Iterable[str] | None = None,
     allow: str | Iterable[str] | None = None,
     ban: str | Iterable[str] | None = None,
+    tables: Path | None = None,
 ) -> Policy:
     """Build a policy from backend names.
+
+    Args:
+        origin: Who says so.
+        backend: The only backend that may run.
+        prefer: Backends to try first.
+        allow: The only backends that may run, in this order.
+        ban: Backends that may not run.
+        tables: The overlay in force, which may declare backends of its own.
 
     Raises:
         OverrideError: A backend is not known, or the wishes exclude each other.
     """
+    given = {"backend": backend, "prefer": prefer, "allow": allow, "ban": ban}
+    stated = {name: value for name, value in given.items() if value is not None}
+    known = known_backends(tables) if stated else ()
     settings: dict[str, object] = {}
-    if backend is not None:
-        settings["require"] = _backend(origin + " backend", backend)
-    for name, value in (("prefer", prefer), ("allow", allow), ("ban", ban)):
-        if value is not None:
-            settings[name] = tuple(_backend(f"{origin} {name}", word) for word in _words(value))
+    for name, value in stated.items():
+        where = f"{origin} {name}"
+        if name == "backend":
+            settings["require"] = _backend(where, value, known)
+        else:
+            settings[name] = tuple(_backend(where, word, known) for word in _words(value))
     if backend is not None:
         _check_beside(origin, backend, settings)
     return Policy.model_validate({**settings, "origin": dict.fromkeys(settings, origin)})
@@ -192,9 +215,9 @@ def _check_beside(origin: str, backend: str, settings: Mapping[str, Any]) -> Non
         raise OverrideError(f'{origin} allow requires {required}; got {got} and "{backend}"; leave one out.')
 
 
-def known_backends() -> tuple[str, ...]:
-    """Return every backend that the tables in force know."""
-    return tuple(load().backends)
+def known_backends(tables: Path | None = None) -> tuple[str, ...]:
+    """Return every backend that the shipped tables know, and those that an overlay declares."""
+    return tuple(load(tables).backends)
 
 
 def _words(value: object) -> tuple[Any, ...]:
@@ -202,33 +225,31 @@ def _words(value: object) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
 
 
-def _backend(where: str, word: object) -> str:
-    known = known_backends()
+def _backend(where: str, word: object, known: tuple[str, ...]) -> str:
     if not isinstance(word, str):
-        raise OverrideError(f"{where} requires a name among {', '.join(known)}; got {word!r}; pass a string.")
+        got = shortened(repr(word))
+        raise OverrideError(f"{where} requires a name among {', '.join(known)}; got {got}; pass a string.")
     if word not in known:
-        msg = f'{where} requires one of {", ".join(known)}; got "{word}"{did_you_mean(word, known) or "."}'
-        raise OverrideError(msg)
+        near = did_you_mean(word, known) or "."
+        raise OverrideError(f"{where} requires one of {', '.join(known)}; got {quoted(word)}{near}")
     return word
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        msg = (
-            f'{name} requires one of {", ".join(choices)}; got "{value}"{did_you_mean(value, choices) or "."}'
-        )
-        raise OverrideError(msg)
+        near = did_you_mean(value, choices) or "."
+        raise OverrideError(f"{name} requires one of {', '.join(choices)}; got {quoted(value)}{near}")
     return value
 
 
-def _read_backend(name: str, text: str) -> dict[str, object]:
-    return {"require": _backend(name, text)} if text else {}
+def _read_backend(name: str, text: str, known: tuple[str, ...]) -> dict[str, object]:
+    return {"require": _backend(name, text, known)} if text else {}
 
 
-def _read_backends(name: str, text: str) -> dict[str, object]:
+def _read_backends(name: str, text: str, known: tuple[str, ...]) -> dict[str, object]:
     words = [w.strip() for w in text.split(",") if w.strip()]
-    banned = tuple(_backend(name, w[1:]) for w in words if w.startswith("-"))
-    allowed = tuple(_backend(name, w) for w in words if not w.startswith("-"))
+    banned = tuple(_backend(name, w[1:], known) for w in words if w.startswith("-"))
+    allowed = tuple(_backend(name, w, known) for w in words if not w.startswith("-"))
     found: dict[str, object] = {}
     if banned:
         found["ban"] = banned
@@ -237,50 +258,51 @@ def _read_backends(name: str, text: str) -> dict[str, object]:
     return found
 
 
-def _flag(setting: str) -> Callable[[str, str], dict[str, object]]:
-    def read(name: str, text: str) -> dict[str, object]:
+def _flag(setting: str) -> _Reader:
+    def read(name: str, text: str, _known: tuple[str, ...]) -> dict[str, object]:
         word = text.lower()
         if word not in _TRUE + _FALSE:
-            msg = f'{name} requires 1 or 0 (also {", ".join(_TRUE[1:] + _FALSE[1:-1])}); got "{text}".'
-            raise OverrideError(msg)
+            also = ", ".join(_TRUE[1:] + _FALSE[1:-1])
+            raise OverrideError(f"{name} requires 1 or 0 (also {also}); got {quoted(text)}.")
         return {setting: word in _TRUE}
 
     return read
 
 
-def _read_tables(name: str, text: str) -> dict[str, object]:
+def _read_tables(name: str, text: str, _known: tuple[str, ...]) -> dict[str, object]:
+    folder = _tables(name, text)
+    return {} if folder is None else {"tables": folder}
+
+
+def _tables(name: str, text: str) -> Path | None:
+    """Return the folder, by its absolute path: a process may change its directory later."""
     if not text:
-        return {}
+        return None
     if not Path(text).is_dir():
-        msg = f'{name} requires a folder with the layout of capability_tables; got "{text}".'
-        raise OverrideError(msg)
-    return {"tables": Path(text)}
+        required = "a folder with the layout of capability_tables"
+        raise OverrideError(f"{name} requires {required}; got {quoted(text)}.")
+    return Path(text).absolute()
 
 
-def _read_tuning(name: str, text: str) -> dict[str, object]:
-    word = text or "off"
-    if word not in ("off", "read") and not Path(word).exists():
-        msg = f'{name} requires off, read or the path of a cost file; got "{text}".'
-        raise OverrideError(msg)
-    if word != "off":
-        msg = f"{name} requires off, because no measured costs can be read yet; got {text!r}; unset it."
-        raise OverrideError(msg)
+def _read_tuning(name: str, text: str, _known: tuple[str, ...]) -> dict[str, object]:
+    if text not in ("", "off"):
+        why = "as there are no measured costs to read yet"
+        raise OverrideError(f"{name} requires off, {why}; got {quoted(text)}; unset it.")
     return {}
 
 
-def _read_explain(name: str, text: str) -> dict[str, object]:
+def _read_explain(name: str, text: str, _known: tuple[str, ...]) -> dict[str, object]:
     _one_of(name, text.lower() or "off", _EXPLAIN_MODES)
     return {}
 
 
 def _warn_unknown(name: str) -> None:
-    near = did_you_mean(name, VARIABLES) or f"; the known ones are {', '.join(VARIABLES)}."
-    warnings.warn(
-        f"{name} is no variable of attnroute and has no effect{near}", OverrideWarning, stacklevel=4
-    )
+    hint = did_you_mean(name, VARIABLES, PREFIX) or f"; the known ones are {', '.join(VARIABLES)}."
+    said = f"{shortened(name)} is no variable of attnroute and has no effect{hint}"
+    warnings.warn(printable(said), OverrideWarning, stacklevel=4)
 
 
-_READERS: dict[str, Callable[[str, str], dict[str, object]]] = {
+_READERS: dict[str, _Reader] = {
     "ATTNROUTE_BACKEND": _read_backend,
     "ATTNROUTE_BACKENDS": _read_backends,
     "ATTNROUTE_STRICT": _flag("strict"),

@@ -98,6 +98,9 @@ SLOW_TIER: Final[frozenset[str]] = frozenset({"math"})
 BUILD_MASKS: Final[frozenset[str]] = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
 """Repairs that build a dense mask or bias."""
 
+MASK_DEPTH: Final = 64
+"""How deep combinations of masks may nest: what reads a mask goes down it, a few Python frames a level."""
+
 GRID_LIMIT: Final = 65535
 """CUDA's limit on the y and z dimensions of a grid: what split_batch and split_heads stay below."""
 

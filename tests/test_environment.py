@@ -88,8 +88,12 @@ def test_tables_of_ones_own(tmp_path):
             "/no/such/folder",
             "ATTNROUTE_TABLES requires a folder with the layout of capability_tables; got",
         ),
-        ("TUNING", "fast", 'ATTNROUTE_TUNING requires off, read or the path of a cost file; got "fast".'),
-        ("TUNING", "read", "ATTNROUTE_TUNING requires off, because no measured costs can be read yet"),
+        (
+            "TUNING",
+            "fast",
+            'requires off, as there are no measured costs to read yet; got "fast"',
+        ),
+        ("TUNING", "on", 'got "on"; unset it.'),
         (
             "EXPLAIN",
             "al",

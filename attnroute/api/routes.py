@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from attnroute import settings
 from attnroute.api import choices, compiling, failures, guards, recompute
 from attnroute.api.choices import Choice
 from attnroute.api.question import Arguments, bias_of, call_of, example_of, extent_of, mask_of
@@ -28,7 +29,9 @@ from attnroute.masks.tracing import is_exporting
 from attnroute.memory import Memory
 from attnroute.policy import Policy
 from attnroute.probes.torch_host import host_of
+from attnroute.report import log
 from attnroute.tables.load import Tables, load
+from attnroute.tables.load import forget as tables_forget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,9 +77,15 @@ def lookup(key: object) -> Route | None:
 
 
 def forget() -> None:
-    """Drop every remembered route, e.g. after tables changed, every remembered failure and forward."""
+    """Forget all that rests on tables and environment, which are then read again, and every failure.
+
+    Compiled graphs hold their decision as a constant: `torch.compiler.reset()` lets them be made anew.
+    """
     _ROUTES.forget()
     choices.forget()
+    tables_forget()
+    settings.reload()
+    log.forget()
     failures.forget()
     recompute.forget()
 

@@ -2,18 +2,20 @@
 
 Exit codes: 0 a fused kernel is selected, or the command did what it was asked; 1 the demo found something
 wrong; 2 the question is malformed; 3 only the slow tier can run the call; 4 nothing can; 5 a capability table
-is malformed.
+is malformed; 6 what was found out could not be written. A reader that closes the pipe early changes none.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Final
 
 from attnroute._version import __version__
-from attnroute.errors import ArgumentError, AttnRouteError, did_you_mean
+from attnroute.cli._outlet import outlets
+from attnroute.errors import ArgumentError, AttnRouteError, OutputError, did_you_mean, quoted
 
 COMMANDS: Final[dict[str, str]] = {
     "explain": "say which backend a call gets on a machine, and why not the others",
@@ -35,24 +37,47 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code. What is wrong with the question or the tables is one sentence on stderr.
     """
-    words = sys.argv[1:] if argv is None else argv
+    with outlets():
+        return _guarded(sys.argv[1:] if argv is None else argv)
+
+
+def _guarded(words: list[str]) -> int:
+    try:
+        return _flushed(words)
+    except AttnRouteError as error:
+        # Nobody may be left to tell.
+        with suppress(OutputError):
+            sys.stdout.flush()
+        with suppress(OutputError):
+            print(f"attnroute: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _flushed(words: list[str]) -> int:
+    """Run, and learn here whether the output could be written, not when Python ends."""
+    try:
+        code = _main(words)
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return code
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return 0
     if words[0] == "--version":
         print(f"attnroute {__version__}")
         return 0
-    try:
-        return _run(words[0], words[1:])
-    except AttnRouteError as error:
-        print(f"attnroute: {error}", file=sys.stderr)
-        return error.exit_code
+    return _run(words[0], words[1:])
 
 
 def _run(command: str, words: list[str]) -> int:
     if command not in COMMANDS:
         near = did_you_mean(command, COMMANDS) or "."
-        raise ArgumentError(f'attnroute requires one of {", ".join(COMMANDS)}; got "{command}"{near}')
+        raise ArgumentError(f"attnroute requires one of {', '.join(COMMANDS)}; got {quoted(command)}{near}")
     # Looking for pydantic's plugins reads the metadata of every distribution: a third of a short run.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     code: int = import_module(f"attnroute.cli.{command}").run(words)

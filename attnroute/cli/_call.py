@@ -8,7 +8,7 @@ from typing import Final
 
 from attnroute.call import Call
 from attnroute.cli._parser import Parser
-from attnroute.errors import ArgumentError
+from attnroute.errors import ArgumentError, quoted
 from attnroute.line import WORDS, parse, split
 from attnroute.vocabulary import DTYPE_SHORT
 
@@ -82,7 +82,7 @@ def _numbers(flag: str, text: str, names: tuple[str, ...], least: int | None = N
     found = text.split(",")
     if not (least or len(names)) <= len(found) <= len(names) or not all(n.isdecimal() for n in found):
         shape = "HKV,SKV or HKV,SKV,DV" if flag == "--kv" else "B,HQ,SQ,D"
-        raise ArgumentError(f'{flag} requires counts {shape}; got "{text}".')
+        raise ArgumentError(f"{flag} requires counts {shape}; got {quoted(text)}.")
     return found
 
 
@@ -95,7 +95,7 @@ def _mask_words(text: str) -> list[str]:
     try:
         pieces = split(text, ",")
     except ValueError as error:
-        raise ArgumentError(f'--mask requires every parenthesis in pairs; got "{text}".') from error
+        raise ArgumentError(f"--mask requires every parenthesis in pairs; got {quoted(text)}.") from error
     words: list[str] = []
     for piece in pieces:
         if words and _CONTINUES.fullmatch(piece):

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import cast
 
 from attnroute.cli._parser import Parser
-from attnroute.errors import ArgumentError, did_you_mean
+from attnroute.errors import ArgumentError, did_you_mean, quoted
 from attnroute.host import Host
 from attnroute.probes.packages import PROVIDERS
 from attnroute.report.sentences import listed
 from attnroute.tables.alternatives import names_in
+from attnroute.tables.cards import suggestion
 from attnroute.tables.load import Tables
 from attnroute.tables.releases import companions_of, known
 from attnroute.tables.versions import comparable, version_of
@@ -62,8 +63,8 @@ def host_of(args: argparse.Namespace, tables: Tables) -> tuple[Host, str]:
     if args.arch is None:
         return _changed(probed(), changes), ""
     if args.arch not in tables.arch_names:
-        near = did_you_mean(args.arch, tables.arch_names) or "."
-        raise ArgumentError(f'--arch requires one of {", ".join(tables.arch_names)}; got "{args.arch}"{near}')
+        known, near = ", ".join(tables.arch_names), suggestion(args.arch, tables)
+        raise ArgumentError(f"--arch requires one of {known}; got {quoted(args.arch)}{near}")
     assumed, why = _assumed(args.arch, given, without)
     return Host(arch=args.arch, versions={**assumed, **given}), why
 
@@ -139,14 +140,14 @@ def _names(tables: Tables) -> tuple[str, ...]:
 def _name(flag: str, word: str, names: tuple[str, ...]) -> str:
     if word not in names:
         near = did_you_mean(word, names) or "."
-        raise ArgumentError(f'{flag} requires one of {", ".join(names)}; got "{word}"{near}')
+        raise ArgumentError(f"{flag} requires one of {', '.join(names)}; got {quoted(word)}{near}")
     return word
 
 
 def _version(word: str, names: tuple[str, ...]) -> tuple[str, str]:
     name, equals, version = word.partition("=")
     if not equals or not version:
-        raise ArgumentError(f'--with requires NAME=VERSION, like torch=2.14.1; got "{word}".')
+        raise ArgumentError(f"--with requires NAME=VERSION, like torch=2.14.1; got {quoted(word)}.")
     _name("--with", name, names)
     try:
         comparable(name, version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from attnroute.errors import ArgumentError
+from attnroute.errors import ECHO, ArgumentError, shortened
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,7 +23,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print before it exits."""
-        raise ArgumentError(f"{self.prog}: {message}; `{self.prog} --help` says more.")
+        said = shortened(message, 3 * ECHO)
+        raise ArgumentError(f"{self.prog}: {said}; `{self.prog} --help` says more.")
 
 
 def add_format(parser: Parser) -> None:

@@ -27,7 +27,8 @@ SLOW_ONLY = 3
 def run(words: list[str]) -> int:
     """Print the decision; the exit code says what kind of backend was selected."""
     args = _parser().parse_intermixed_args(words)
-    policy = merge(current(), policy_of("the command line", backend=args.backend))
+    below = current()
+    policy = merge(below, policy_of("the command line", backend=args.backend, tables=below.tables))
     tables = load(policy.tables)
     host, assumed = host_of(args, tables)
     decision = decide(call_of(args), host, tables, policy, advise=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from attnroute.cli._host import add_host, host_of
 from attnroute.cli._parser import Parser
 from attnroute.engine.decide import decide
+from attnroute.errors import printable
 from attnroute.line import parse
 from attnroute.settings import current
 from attnroute.tables.load import Tables, load
@@ -84,6 +85,10 @@ def _assumed(args: argparse.Namespace, tables: Tables) -> str:
 
 
 def _cell(verdict: Verdict, decision: Decision) -> str:
+    return printable(_said(verdict, decision))
+
+
+def _said(verdict: Verdict, decision: Decision) -> str:
     said = "selected" if verdict.backend == decision.selected else verdict.status
     if verdict.repairs:
         return f"{said} + {' + '.join(verdict.repairs)}"

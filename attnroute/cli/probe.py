@@ -9,6 +9,7 @@ import sys
 
 from attnroute.cli._host import probed
 from attnroute.cli._parser import Parser
+from attnroute.report.json import escaped
 
 
 def run(words: list[str]) -> int:
@@ -18,7 +19,7 @@ def run(words: list[str]) -> int:
     )
     probed()
     settle_installed()
-    print(probed().model_dump_json(indent=2))
+    print(escaped(probed().model_dump_json(indent=2)))
     for name in switched_off():
         said = f"torch.backends.cuda.{name}() is False here, which binds torch's own selector only"
         print(f"attnroute: {said}.", file=sys.stderr)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from attnroute.cli._parser import Parser, add_format
-from attnroute.errors import ArgumentError, did_you_mean
+from attnroute.errors import ArgumentError, did_you_mean, quoted
 from attnroute.report.rules import Row, render_row, row_json
 from attnroute.settings import current
 from attnroute.tables.load import Tables, load
@@ -29,7 +29,7 @@ def _find(wanted: str, tables: Tables) -> Row:
     rows = _by_id(tables)
     if wanted not in rows:
         near = did_you_mean(wanted, rows) or "; explanations print ids in brackets."
-        raise ArgumentError(f'ID requires the id of a row; got "{wanted}"{near}')
+        raise ArgumentError(f"ID requires the id of a row; got {quoted(wanted)}{near}")
     return rows[wanted]
 
 

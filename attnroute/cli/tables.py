@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic.json_schema import models_json_schema
 
 from attnroute.cli._parser import Parser
-from attnroute.errors import TableError
+from attnroute.errors import TableError, printable
 from attnroute.settings import current
 from attnroute.tables.lint import lint
 from attnroute.tables.load import load, shipped_folder
@@ -69,9 +69,7 @@ def _lint() -> int:
     tables = load(current().tables)
     problems = lint(tables, datetime.datetime.now(tz=datetime.UTC).date())
     for problem in problems:
-        print(
-            ": ".join(part for part in (problem.file, problem.rule, problem.field, problem.sentence) if part)
-        )
+        print(printable(str(problem)))
     if problems:
         return TableError.exit_code
     rows = len(tables.all_rows()) + len(tables.all_options())

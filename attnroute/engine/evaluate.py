@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from attnroute.call import Call
 from attnroute.engine.finding import Finding
 from attnroute.engine.needs import needed_features
+from attnroute.errors import TableError
 from attnroute.facts import Facts, facts_of
 from attnroute.host import Host
 from attnroute.tables import conditions
@@ -124,7 +125,10 @@ def _features(call: Call, facts: Facts, tables: Tables, backend: str, arch: str)
     answers = tables.features(arch, backend)
     found = []
     for name in needed_features(call, facts):
-        row = answers[name]
+        row = answers.get(name)
+        if row is None:
+            sentence = f'features.{name} requires true, false or "unknown"; got no answer; write one.'
+            raise TableError(f"any/{backend}.toml: {sentence}")
         words = name.replace("_", " ")
         value = row.answer.value
         outcome: Outcome = "unknown" if value == "unknown" else "pass" if value else "fail"

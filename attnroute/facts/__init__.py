@@ -32,7 +32,7 @@ from attnroute.facts.nested import is_cross, lengths_vary, nested
 from attnroute.facts.reach import reach_of
 from attnroute.vocabulary import DTYPES, Distributed, EmptyRows, Layout, Phase, ScaleSign, Transform
 
-__all__ = ["FACTS", "LENGTH_FACTS", "UNKNOWN", "WORDS", "Facts", "Value", "Varies"]
+__all__ = ["BOOLS", "FACTS", "LENGTH_FACTS", "UNKNOWN", "WORDS", "Facts", "Value", "Varies"]
 __all__ += ["alignment_of", "empty_rows_of", "facts_of", "nested", "sizes_of"]
 
 
@@ -352,3 +352,17 @@ def alignment_of(call: Call) -> str:
     if call.seqlen_q == call.seqlen_kv and not lengths_vary(call) and not is_cross(call):
         return "square"
     return found.pop() if len(found) == 1 else "mixed"
+
+
+_EXAMPLE: Final = Call(
+    dtype="float16",
+    batch=1,
+    num_heads_q=1,
+    num_heads_kv=1,
+    seqlen_q=1,
+    seqlen_kv=1,
+    head_dim_qk=1,
+    head_dim_v=1,
+)
+BOOLS: Final = frozenset(name for name, value in facts_of(_EXAMPLE).items() if isinstance(value, bool))
+"""The fields whose value is true or false."""

@@ -17,7 +17,7 @@ from attnroute.call import (
     PrefixNode,
     WindowNode,
 )
-from attnroute.errors import ArgumentError, did_you_mean
+from attnroute.errors import ArgumentError, did_you_mean, quoted
 from attnroute.line.complaints import reading
 from attnroute.line.words import (
     ANY,
@@ -55,7 +55,7 @@ def read_node(word: str) -> MaskNode:
         return _read_combined(name, word)
     if name not in _SIMPLE:
         near = did_you_mean(name, NODES) or "; `attnroute explain --help` lists them."
-        raise ArgumentError(f'a mask requires words that it knows; got "{word}"{near}')
+        raise ArgumentError(f"a mask requires words that it knows; got {quoted(word)}{near}")
     head, *options = split(word, ":")
     value = head.partition("=")[2] if "=" in head else None
     return _SIMPLE[name](name, value, options)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, Final
 
 from attnroute.call import Call, CausalNode, DenseBias, MaskNode, WindowNode
-from attnroute.errors import ArgumentError, did_you_mean
-from attnroute.fits import corner, corner_of_each
-from attnroute.line.complaints import reading
+from attnroute.errors import ArgumentError, quoted
+from attnroute.fits import corner, corner_of_each, depth
+from attnroute.line.complaints import reading, strange
 from attnroute.line.nodes import NODES, read_node, read_shape, read_tensor_options
 from attnroute.line.words import CONTEXT, FLAGS, NUMBERS, SIZES, STRIDES, is_ragged, name_of
 from attnroute.vocabulary import DTYPE_SHORT
@@ -34,6 +35,7 @@ def parse(line: str) -> Call:
     Raises:
         ArgumentError: A word is unknown, stands twice, or its value is wrong; the message names it.
     """
+    depth(_levels(line))
     parts: dict[str, dict[str, Any]] = {"": {}, "strides": {}, "context": {}}
     mask: list[MaskNode] = []
     for word in line.split():
@@ -52,6 +54,12 @@ def parse(line: str) -> Call:
     return call
 
 
+def _levels(line: str) -> int:
+    """Return how deep parentheses lie in each other, before anything goes down them."""
+    levels = accumulate((letter == "(") - (letter == ")") for letter in line if letter in "()")
+    return max(levels, default=0)
+
+
 def _check_corners(call: Call) -> None:
     """A word without its corner is `is_causal` or `window` without `causal_alignment`."""
     bands = [node for node in call.mask if isinstance(node, CausalNode | WindowNode)]
@@ -65,7 +73,8 @@ def _check_corners(call: Call) -> None:
 def _put(parts: dict[str, dict[str, Any]], word: str) -> None:
     for part, field, value in _parse_word(word):
         if field in parts[part]:
-            raise ArgumentError(f'a call line requires {field} once; got a second time "{word}"; drop one.')
+            got = f"a second time {quoted(word)}"
+            raise ArgumentError(f"a call line requires {field} once; got {got}; drop one.")
         parts[part][field] = value
 
 
@@ -98,12 +107,12 @@ def _parse_word(word: str) -> Iterator[tuple[str, str, object]]:
     elif name == "dynamic":
         yield "context", "dynamic", tuple(value.split(","))
     else:
-        near = did_you_mean(name, _known()) or "; `attnroute explain --help` lists them."
-        raise ArgumentError(f'a call line requires words that it knows; got "{word}"{near}')
+        raise strange(word, _known())
 
 
 def _known() -> list[str]:
-    return [*FLAGS, *STRIDES, *CONTEXT, *NUMBERS, *NODES, "scale", "bias", "dynamic"]
+    words = [*FLAGS, *STRIDES, *CONTEXT, *NUMBERS, *NODES, "scale", "bias", "dynamic"]
+    return [word for word in words if word not in DTYPE_SHORT]
 
 
 def _parse_bias(value: str) -> DenseBias:

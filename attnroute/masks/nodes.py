@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, Union
 
+from attnroute import fits
 from attnroute.call import AnyNode, MaskNode, NotNode
 from attnroute.errors import argument_error
 from attnroute.masks.identity import KEEPER, identity, said
@@ -309,6 +310,12 @@ def _check_parts(name: str, parts: Any) -> None:
     if not (isinstance(parts, tuple) and all(isinstance(part, Mask) for part in parts)):
         got = [type(part).__name__ for part in parts] if isinstance(parts, list | tuple) else parts
         raise argument_error(f"mask {name}", "a tuple of masks", got, "combine masks with & and |")
+    fits.depth(1 + max(map(_depth, parts), default=0))
+
+
+def _depth(mask: Mask) -> int:
+    members = mask.members if isinstance(mask, _Combined) else ()
+    return isinstance(mask, _Combined) + max(map(_depth, members), default=0)
 
 
 def _alternatives(mask: Mask) -> tuple[Mask, ...]:

@@ -212,10 +212,11 @@ def _any(node: AnyNode, sizes: Sizes) -> Nodes:
 
 
 def _not(node: NotNode, sizes: Sizes) -> Nodes:
-    part = conjunction(node.part, sizes)
     if len(node.part) == 1 and isinstance(node.part[0], NotNode):
+        # The part is not simplified beside what it negates: that would double the work at every level.
         inner = conjunction(node.part[0].part, sizes)
         return (node,) if sizes.cross or _is_cross(inner) else inner
+    part = conjunction(node.part, sizes)
     if any(map(_is_nobody, part)):
         return ()
     # Only what was written as a negation of a negation is undone, because that is what `Not.lower` undoes.

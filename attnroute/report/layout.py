@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import Final
 
+from attnroute.errors import printable
+
 WIDTH: Final = 110
 """Columns."""
 LABEL: Final = 11
@@ -19,7 +21,7 @@ def field(label: str, text: str) -> list[str]:
 def wrapped(text: str, first: str, rest: str) -> list[str]:
     """Wrap at spaces only, so that ids and versions stay whole."""
     return textwrap.wrap(
-        text,
+        printable(text),
         WIDTH,
         initial_indent=first,
         subsequent_indent=rest,

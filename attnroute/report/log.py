@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from attnroute.errors import printable
 from attnroute.line import render
 from attnroute.report.sentences import status, why_selected
 from attnroute.report.text import render_decision
@@ -44,7 +45,7 @@ def announce(decision: Decision, mode: Mode) -> None:
     _SAID.backends.add(decision.selected)
     _SAID.last = decision.selected
     if not known:
-        print(log_line(decision), file=sys.stderr)  # noqa: T201
+        print(printable(log_line(decision)), file=sys.stderr)  # noqa: T201
 
 
 def compiling(backend: str, structure: str, seconds: float | None, mode: Mode) -> None:
@@ -59,7 +60,7 @@ def compiling(backend: str, structure: str, seconds: float | None, mode: Mode) -
     if mode == "off" and not sys.stderr.isatty():
         return
     state = "is compiling" if seconds is None else f"compiled in {seconds:.1f} s"
-    print(f"attnroute: {backend} {state}: {structure}", file=sys.stderr)  # noqa: T201
+    print(printable(f"attnroute: {backend} {state}: {structure}"), file=sys.stderr)  # noqa: T201
 
 
 def log_line(decision: Decision) -> str:

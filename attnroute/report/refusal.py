@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attnroute.errors import printable
 from attnroute.line import render
 from attnroute.report.sentences import host_line
 
@@ -21,7 +22,7 @@ def render_reroute(failed: Decision, now: Decision, said: str) -> str:
         said: What the package said, in one line.
     """
     backend = failed.selected or ""
-    return (
+    return printable(
         f"backend {backend} refused a call before its kernel was launched ({said}); {now.selected} runs it"
         f" and every call like it in this process. {_report(failed, backend)} {_ban(backend)}"
     )
@@ -38,7 +39,7 @@ def render_replaced(backend: str, said: str, instead: str, decision: Decision | 
     """
     later = " Later calls like it go to another backend from the start." if decision is not None else ""
     report = "" if decision is None else f" {_report(decision, backend)}"
-    return (
+    return printable(
         f"backend {backend} refused a kernel before it was launched, in a backward or a compiled graph, where"
         f" no other backend can be chosen any more ({said}); {instead} ran in its place.{later}{report}"
         f" {_ban(backend)}"

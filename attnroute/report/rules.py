@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from attnroute.errors import printable
 from attnroute.report.layout import field
 from attnroute.report.sentences import words
 from attnroute.tables.conditions import render
@@ -50,7 +51,8 @@ def row_json(row: Row) -> str:
 def render_row(row: Row) -> str:
     """Return a row as lines of label and text."""
     parts = [*_parts(row.says), ("file", row.file)]
-    return "\n".join([row.id, *(line for label, text in parts if text for line in field(label, text))])
+    lines = [row.id, *(line for label, text in parts if text for line in field(label, text))]
+    return printable("\n".join(lines))
 
 
 def _parts(says: Rule | Option | FeatureAnswer | BackendInfo) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attnroute.errors import printable
 from attnroute.line import render
 from attnroute.report import sentences
 from attnroute.report.layout import LABEL, field, wrapped
@@ -27,7 +28,8 @@ def render_decision(decision: Decision) -> str:
     advice = [] if decision.stock is None else field("stock", sentences.stock(decision.stock, decision))
     for found in decision.hints:
         advice += field("hint", sentences.hint(found))
-    return "\n".join([*blocks[0], "", *(line for block in blocks[1:] for line in block), *_apart(advice)])
+    lines = [*blocks[0], "", *(line for block in blocks[1:] for line in block), *_apart(advice)]
+    return printable("\n".join(lines))
 
 
 def render_others(decision: Decision) -> str:
@@ -36,7 +38,7 @@ def render_others(decision: Decision) -> str:
     for verdict in sentences.arranged(decision):
         if verdict.backend != decision.selected:
             lines += _verdict(verdict.model_copy(update={"findings": verdict.blocking}), decision, [])
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def render_failure(decision: Decision) -> str:
@@ -50,7 +52,7 @@ def render_failure(decision: Decision) -> str:
     asked = f"{sentences.why_none(decision)}: {render(decision.call)}"
     lines = [asked, f"on {sentences.host_line(decision.host)}"]
     lines += [line for block in _verdicts(concerned, decision) for line in block]
-    return "\n".join([*lines, *_apart(_alternatives(decision))])
+    return printable("\n".join([*lines, *_apart(_alternatives(decision))]))
 
 
 def render_quadratic(decision: Decision) -> str:
@@ -61,7 +63,7 @@ def render_quadratic(decision: Decision) -> str:
     """
     selected = decision.verdict(decision.selected or "")
     said = f"{selected.backend} holds {size(selected.score_bytes)} of scores for {render(decision.call)}"
-    return f"{said}; {_avoidance(decision)}."
+    return printable(f"{said}; {_avoidance(decision)}.")
 
 
 def _head(decision: Decision) -> list[str]:

@@ -6,19 +6,24 @@ bool means equality, a list means one of. Nothing is ever executed.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from attnroute.errors import did_you_mean
-from attnroute.facts import FACTS, WORDS, Facts, Unknown, Value, Varies
+from attnroute.errors import did_you_mean, quoted, shortened
+from attnroute.facts import BOOLS, FACTS, WORDS, Facts, Unknown, Value, Varies
 
 Tri = Literal["true", "false", "varies", "unknown"]
 Spec = bool | int | float | str | list[str] | list[int] | list[bool]
 
-_TERM = re.compile(r"(==|!=|<=|>=|<|>|%)\s*(-?[\w.]+)")
+_TERM = re.compile(r"(==|!=|<=|>=|<|>|%)\s*(-?[\w.]+)", re.ASCII)
+_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE]-?\d+)?", re.ASCII)
+_WORD = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_DIGITS = 30
+"""A number with more characters is no size of anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,11 @@ def parse(text: str) -> tuple[Term, ...]:
     for part in text.split(","):
         match = _TERM.fullmatch(part.strip())
         if match is None:
-            msg = f'a condition requires terms like ">=8", "%8" or "==top_left"; got "{part.strip()}".'
+            msg = f'a condition requires terms like ">=8", "%8" or "==top_left"; got {quoted(part.strip())}.'
             raise ValueError(msg)
         term = Term(match[1], _operand(match[2]))
         if term.op == "%" and not (isinstance(term.operand, str) or _is_count(term.operand)):
-            msg = f'a condition requires a whole number above 0 behind "%"; got "{part.strip()}".'
+            msg = f'a condition requires a whole number above 0 behind "%"; got {quoted(part.strip())}.'
             raise ValueError(msg)
         terms.append(term)
     return tuple(terms)
@@ -58,30 +63,47 @@ def check(field: str, spec: Spec) -> None:
     """
     if field not in FACTS:
         near = did_you_mean(field, FACTS) or "."
-        msg = f'a condition requires fields that attnroute.facts lists; got "{field}"{near}'
+        msg = f"a condition requires fields that attnroute.facts lists; got {quoted(field)}{near}"
         raise ValueError(msg)
-    words = WORDS.get(field)
-    if words is None:
+    if spec == []:
+        raise ValueError(f"{field} requires a list with something in it; got an empty one.")
+    if field in WORDS:
+        _check_word(field, spec)
+    elif field in BOOLS:
+        _check_bool(field, spec)
+    else:
         _check_number(field, spec)
-        return
+
+
+def _check_word(field: str, spec: Spec) -> None:
+    words = WORDS[field]
     terms = parse(spec) if isinstance(spec, str) else ()
     said = [t.operand for t in terms] if isinstance(spec, str) else spec if isinstance(spec, list) else [spec]
     wrong = [word for word in said if word not in words]
     if wrong or any(t.op not in ("==", "!=") for t in terms):
-        msg = f'{field} requires "==", "!=" or a list with words among {", ".join(words)}; got {spec!r}.'
-        raise ValueError(msg)
+        required = f'"==", "!=" or a list with words among {", ".join(words)}'
+        raise ValueError(f"{field} requires {required}; got {shortened(repr(spec))}.")
+
+
+def _check_bool(field: str, spec: Spec) -> None:
+    said = spec if isinstance(spec, list) else [spec]
+    if not all(isinstance(value, bool) for value in said):
+        raise ValueError(f"{field} requires true or false; got {shortened(repr(spec))}.")
 
 
 def _check_number(field: str, spec: Spec) -> None:
-    if isinstance(spec, list):
-        strange = [word for word in spec if isinstance(word, str)]
-    else:
-        operands = [term.operand for term in parse(spec)] if isinstance(spec, str) else []
-        strange = [word for word in operands if isinstance(word, str) and word not in set(FACTS) - set(WORDS)]
+    operands = [term.operand for term in parse(spec)] if isinstance(spec, str) else []
+    said = spec if isinstance(spec, list) else operands or [spec]
+    numbers = set(FACTS) - set(WORDS) - BOOLS
+    strange = [value for value in said if not (_is_number(value) or (operands and value in numbers))]
     if strange:
-        near = did_you_mean(strange[0], FACTS) or "."
-        msg = f'{field} requires numbers or fields that are numbers; got "{strange[0]}"{near}'
-        raise ValueError(msg)
+        near = (did_you_mean(strange[0], numbers) if isinstance(strange[0], str) else "") or "."
+        got = quoted(strange[0]) if isinstance(strange[0], str) else str(strange[0]).lower()
+        raise ValueError(f"{field} requires numbers or fields that are numbers; got {got}{near}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_count(operand: float) -> bool:
@@ -137,14 +159,13 @@ def render(field: str, spec: Spec) -> str:
 
 
 def _operand(text: str) -> int | float | str:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
+    """Read what stands behind an operator: a number that can be compared, or a word."""
+    if _WORD.fullmatch(text):
         return text
+    if _NUMBER.fullmatch(text) and len(text) <= _DIGITS and math.isfinite(float(text)):
+        return int(text) if text.removeprefix("-").isdecimal() else float(text)
+    msg = f"a condition requires a word, or a finite number of at most {_DIGITS} digits; got {quoted(text)}."
+    raise ValueError(msg)
 
 
 def _tri(value: bool) -> Tri:

@@ -13,6 +13,7 @@ from attnroute.errors import TableError
 from attnroute.tables.alternatives import is_well_formed
 from attnroute.tables.load import ANY, SHARED, OptionRow, RuleRow, Tables
 from attnroute.tables.points import options_of, shared_points
+from attnroute.tables.strays import strays
 from attnroute.vocabulary import FEATURES
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ class Problem:
 
     def __str__(self) -> str:
         """Say it on one line."""
-        where = ": ".join(part for part in (self.file, self.rule, self.field) if part)
-        return f"{where}: {self.sentence}"
+        return ": ".join(part for part in (self.file, self.rule, self.field, self.sentence) if part)
 
 
 def lint(tables: Tables, today: datetime.date) -> list[Problem]:
@@ -59,7 +59,7 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
     Returns:
         Every problem, none for sound tables. While files cannot be read or resolved, only those problems.
     """
-    basic = [*_inheritance(tables)] or [*_readable(tables)]
+    basic = _basic(tables)
     if basic:
         return basic
     checks: tuple[Callable[[Tables], Iterable[Problem]], ...] = (
@@ -79,6 +79,16 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
     return [*(problem for check in checks for problem in check(tables)), *_expired(tables, today)]
 
 
+def _basic(tables: Tables) -> list[Problem]:
+    try:
+        problems = [*_inheritance(tables)]
+        if not problems:
+            _read_all(tables)
+    except TableError as error:
+        return [Problem("", "", "", str(error))]
+    return problems
+
+
 def _inheritance(tables: Tables) -> Iterator[Problem]:
     for name in tables.arch_names:
         seen = [name]
@@ -92,16 +102,14 @@ def _inheritance(tables: Tables) -> Iterator[Problem]:
             yield Problem(f"{name}/arch.toml", "", "inherits", f"requires an end; got the circle {circle}.")
 
 
-def _readable(tables: Tables) -> Iterator[Problem]:
-    try:
-        _ = tables.stock, tables.all_rows(), tables.all_options()
-        for arch in tables.arch_names:
-            for backend in tables.backends:
-                tables.rules(arch, backend)
-                tables.options(arch, backend)
-                tables.features(arch, backend)
-    except TableError as error:
-        yield Problem("", "", "", str(error))
+def _read_all(tables: Tables) -> None:
+    """Everything is read once: what cannot be, raises."""
+    _ = tables.stock, tables.all_rows(), tables.all_options()
+    for arch in tables.arch_names:
+        for backend in tables.backends:
+            tables.rules(arch, backend)
+            tables.options(arch, backend)
+            tables.features(arch, backend)
 
 
 def _names(tables: Tables) -> Iterator[Problem]:
@@ -149,19 +157,8 @@ def _needs(tables: Tables) -> Iterator[Problem]:
 
 def _files(tables: Tables) -> Iterator[Problem]:
     """Every file is about a backend, or is shared and included somewhere."""
-    places = {(p.parent.name, p.stem) for folder in tables.folders for p in folder.glob("*/*.toml")}
-    places -= {(arch, "arch") for arch in (ANY, *tables.arch_names)} | {(ANY, "stock")}
-    included = {name for place in places for table in tables.files(*place) for name in table.include}
-    for scope, stem in sorted(places):
-        file = f"{scope}/{stem}.toml"
-        if scope == SHARED:
-            if f"{scope}/{stem}" not in included:
-                yield Problem(file, "", "include", "requires a file that includes it; got none; remove it.")
-        elif scope not in (ANY, *tables.arch_names):
-            yield Problem(file, "", "", f"requires {scope}/arch.toml beside it; got none.")
-        elif stem not in tables.backends:
-            known = ", ".join(tables.backends)
-            yield Problem(file, "", "", f"requires a backend's name, one of {known}; got {stem}.")
+    for folder in tables.folders:
+        yield from (Problem(stray.file, "", "", stray.sentence) for stray in strays(folder, tables))
 
 
 def _measurements(tables: Tables) -> Iterator[Problem]:
@@ -207,12 +204,10 @@ def _orders(tables: Tables) -> Iterator[Problem]:
     for arch in tables.arch_names:
         described = {b for b in tables.backends if tables.rules(arch, b) is not None}
         for order in tables.arch(arch).order:
-            missing, strange = described - set(order.order), set(order.order) - set(tables.backends)
-            if missing or strange:
-                sentence = (
-                    f"requires each of {', '.join(sorted(described))} and no other; missing are "
-                    f"{', '.join(sorted(missing)) or 'none'}, unknown {', '.join(sorted(strange)) or 'none'}."
-                )
+            missing = described - set(order.order)
+            if missing:
+                said = f"each of {', '.join(sorted(described))}; missing are {', '.join(sorted(missing))}"
+                sentence = f"requires {said}."
                 yield Problem(f"{arch}/arch.toml", order.name, "order", sentence)
 
 
@@ -229,8 +224,7 @@ def _stock(tables: Tables) -> Iterator[Problem]:
         sentence = "requires a last order without a condition, so that one always applies; got none."
         yield Problem(_STOCK_FILE, "", "order", sentence)
     for order in tables.stock:
-        strange = sorted(set(order.order) - set(tables.backends))
-        if strange or _TAKES_ALL not in order.order:
+        if _TAKES_ALL not in order.order:
             sentence = f"requires backends of the tables and {_TAKES_ALL}; got {', '.join(order.order)}."
             yield Problem(_STOCK_FILE, order.name, "order", sentence)
         for arch in sorted(set(order.archs or ()) - set(tables.arch_names)):

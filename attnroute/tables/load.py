@@ -11,9 +11,10 @@ options are in the order in which they apply, the architecture's own last.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,8 +22,9 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from attnroute.errors import TableError
+from attnroute.errors import ECHO, TableError, did_you_mean, shortened
 from attnroute.tables.schema import (
+    BACKEND,
     ArchTable,
     BackendInfo,
     BackendTable,
@@ -83,9 +85,13 @@ def shipped_folder() -> Path:
     raise TableError(msg)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tables:
-    """The tables of one or more folders, later folders over earlier ones."""
+    """The tables of one or more folders, later folders over earlier ones.
+
+    Two objects are equal only if they are one, so that what is remembered about tables is not taken for
+    true of the same folders read again.
+    """
 
     folders: tuple[Path, ...]
     _archs: dict[str, ArchTable] = field(default_factory=dict, compare=False)
@@ -98,9 +104,14 @@ class Tables:
     def backends(self) -> dict[str, BackendInfo]:
         """Every backend that the tables know, by name."""
         found = {name: self._info(name) for name in self._names(ANY) if name not in _NO_BACKEND}
+        for name in found:
+            if not re.fullmatch(BACKEND, name):
+                sentence = "requires a name of small letters, digits and underscores for a backend"
+                raise TableError(f"{ANY}/{name}.toml: {sentence}; got {name}; rename the file.")
         missing = sorted(name for name, info in found.items() if info is None)
         if missing:
-            msg = f"any/{missing[0]}.toml requires a [backend] section; got none."
+            near = did_you_mean(missing[0], set(found) - set(missing)) or "."
+            msg = f"any/{missing[0]}.toml requires a [backend] section, as every new backend; got none{near}"
             raise TableError(msg)
         return {name: info for name, info in found.items() if info is not None}
 
@@ -117,7 +128,10 @@ class Tables:
         for folder in self.folders:
             path = folder / ANY / "stock.toml"
             if path.is_file():
-                orders = [*_read(path, StockTable).order, *orders]
+                found = _read(path, StockTable).order
+                for row in found:
+                    self._known(f"{ANY}/stock.toml: order {row.name}", row.order)
+                orders = [*found, *orders]
         return tuple(orders)
 
     def arch(self, name: str) -> ArchTable:
@@ -132,8 +146,19 @@ class Tables:
                 msg = f"arch requires {name}/arch.toml or {ANY}/arch.toml; got neither; reinstall the tables."
                 raise TableError(msg)
             orders: list[Order] = [o for t in reversed(tables) for o in t.order]
+            for row in orders:
+                self._known(f"{name}/arch.toml: order {row.name}", row.order)
+            self._known(f"{name}/arch.toml: backends", [b for t in tables for b in t.backends])
             self._archs[name] = tables[-1].model_copy(update={"order": orders})
         return self._archs[name]
+
+    def _known(self, where: str, names: Iterable[str]) -> None:
+        """Refuse a backend that no file declares: nothing would ever run it."""
+        for name in names:
+            if name not in self.backends:
+                near = did_you_mean(name, self.backends) or "."
+                known = ", ".join(self.backends)
+                raise TableError(f"{where} requires backends of the tables ({known}); got {name}{near}")
 
     def _arch_files(self, name: str) -> list[ArchTable]:
         return [_read(p, ArchTable) for f in self.folders if (p := f / name / "arch.toml").is_file()]
@@ -229,18 +254,30 @@ class Tables:
     def _with_included(self, scope: str, stem: str) -> tuple[RuleRow, ...]:
         return tuple(row for place in self._places(scope, stem) for row in self._merged(*place))
 
-    def _places(self, scope: str, stem: str, above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-        """Give the files whose rows hold where one file's do: what it includes first, itself last."""
-        here = f"{scope}/{stem}"
-        if here in above:
-            raise TableError(f"{here}.toml: include requires files that do not include it; got {above[-1]}.")
-        for table in self.files(scope, stem):
-            for name in table.include:
-                folder, _, file = name.partition("/")
-                if not self.files(folder, file):
-                    raise TableError(f"{here}.toml: include requires an existing file; got {name}.")
-                yield from self._places(folder, file, (*above, here))
-        yield scope, stem
+    def _places(self, scope: str, stem: str) -> tuple[tuple[str, str], ...]:
+        """Return the files whose rows hold where one file's do, each once: what it includes, then itself."""
+        found: dict[tuple[str, str], None] = {}
+        above = {(scope, stem): self._included(scope, stem)}
+        while above:
+            here = next(reversed(above))
+            following = next(above[here], None)
+            if following is None:
+                del above[here]
+                found[here] = None
+            elif following in above:
+                name, other = "/".join(following), "/".join(here)
+                sentence = f"include requires files that do not include it; got {other}."
+                raise TableError(f"{name}.toml: {sentence}")
+            elif following not in found:
+                above[following] = self._included(*following)
+        return tuple(found)
+
+    def _included(self, scope: str, stem: str) -> Iterator[tuple[str, str]]:
+        for name in dict.fromkeys(name for table in self.files(scope, stem) for name in table.include):
+            folder, _, file = name.partition("/")
+            if not self.files(folder, file):
+                raise TableError(f"{scope}/{stem}.toml: include requires an existing file; got {name}.")
+            yield folder, file
 
     def files(self, scope: str, stem: str) -> list[BackendTable]:
         """Return one file of every folder that has it."""
@@ -288,28 +325,48 @@ class Tables:
         return sorted({p.stem for folder in self.folders for p in (folder / scope).glob("*.toml")})
 
 
-@lru_cache(maxsize=8)
 def load(overlay: Path | None = None) -> Tables:
     """Return the shipped tables, with an overlay folder on top if one is given.
 
+    Files are read once; `forget()` lets them be read again.
+
     Raises:
-        TableError: A folder is missing or a file is malformed.
+        TableError: A folder is missing, a file is malformed, or nothing reads a file of the overlay.
     """
-    folders = [shipped_folder()]
-    if overlay is not None:
-        if not overlay.is_dir():
-            msg = f"ATTNROUTE_TABLES requires a folder with the layout of capability_tables; got {overlay}."
-            raise TableError(msg)
-        folders.append(overlay)
-    return Tables(tuple(folders))
+    return _load(None if overlay is None else overlay.absolute())
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=8)
+def _load(overlay: Path | None) -> Tables:
+    if overlay is None:
+        return Tables((shipped_folder(),))
+    if not overlay.is_dir():
+        msg = f"ATTNROUTE_TABLES requires a folder with the layout of capability_tables; got {overlay}."
+        raise TableError(msg)
+    # Imported here, because that module asks what tables read.
+    from attnroute.tables.strays import strays
+
+    tables = Tables((shipped_folder(), overlay))
+    for stray in strays(overlay, tables):
+        raise TableError(f"{overlay / stray.file}: {stray.sentence}")
+    return tables
+
+
+def forget() -> None:
+    """Read every file again when it is next asked for."""
+    _load.cache_clear()
+    _read.cache_clear()
+
+
+@lru_cache(maxsize=4096)
 def _read(path: Path, model: type[_Model]) -> _Model:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        msg = f"{path}: requires TOML; {error}."
+    except (OSError, ValueError, RecursionError) as error:
+        # Python's own limits of digits and of nesting are met before any row is seen.
+        nests = isinstance(error, RecursionError)
+        reason = "it nests too deeply" if nests else shortened(str(error), 2 * ECHO)
+        msg = f"{path}: requires TOML; {reason}."
         raise TableError(msg) from error
     try:
         return model.model_validate(data)
@@ -321,11 +378,12 @@ def _sentence(path: Path, data: dict[str, object], error: ValidationError) -> st
     """Name the file, the rule and the field of the first problem."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"]]
-    rows = data.get(where[0]) if where and where[0] in ("rule", "option") else None
+    rows = data.get(where[0]) if where and where[0] in ("rule", "option", "order", "release") else None
     if len(where) > 1 and isinstance(rows, list):
         row = rows[int(where[1])]
         name = row.get("name", f"number {int(where[1]) + 1}") if isinstance(row, dict) else where[1]
         where = [f"{where[0]} {name}", ".".join(where[2:]) or "whole row"]
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    said = f"{': '.join(where)}: {first['msg']}; got {first['input']!r}{more}."
+    got = shortened(repr(first["input"]), 2 * ECHO)
+    said = f"{': '.join(where)}: {first['msg'].rstrip('.')}; got {got}{more}."
     return f"{path.parent.name}/{path.name}: {said}"

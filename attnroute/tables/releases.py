@@ -5,7 +5,6 @@ Rows about backends never read this: it only fills in what a question about anot
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -54,7 +53,6 @@ class Companions(NamedTuple):
     triton: str
 
 
-@lru_cache(maxsize=1)
 def known() -> tuple[Companions, ...]:
     """Return every known release, oldest first.
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import datetime
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from attnroute.host import Arch
 from attnroute.tables import conditions, versions
@@ -13,7 +21,8 @@ from attnroute.tables.conditions import Spec
 from attnroute.vocabulary import EvidenceKind, Feature, Phase, Repair, RuleKind, RuleScope
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
-Backend = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+BACKEND: Final = r"^[a-z][a-z0-9_]*$"
+Backend = Annotated[str, StringConstraints(pattern=BACKEND)]
 Shared = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*/[a-z][a-z0-9_]*$")]
 Ranges = str | list[str]
 OptionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
@@ -47,14 +56,16 @@ def _check_box(box: dict[str, Spec]) -> dict[str, Spec]:
 
 
 def _check_ranges(ranges: dict[str, Ranges]) -> dict[str, Ranges]:
-    for option in ranges.values():
+    for name, option in ranges.items():
+        if option == []:
+            raise ValueError(f"{name} requires at least one range; got an empty list.")
         for text in [option] if isinstance(option, str) else option:
             versions.specifier(text)
     return ranges
 
 
 Box = dict[str, Spec]
-Versions = dict[str, Ranges]
+Versions = Annotated[dict[str, Ranges], AfterValidator(_check_ranges)]
 
 
 class AnyOf(_Row):
@@ -100,11 +111,6 @@ class Option(_Row):
     def _known_fields(cls, value: Box | AnyOf) -> Box | AnyOf:
         return _check_box(value) if isinstance(value, dict) else value
 
-    @field_validator("versions")
-    @classmethod
-    def _valid_ranges(cls, value: Versions) -> Versions:
-        return _check_ranges(value)
-
 
 class Rule(_Row):
     """One necessary condition: where `when`, `versions` and `phase` apply, `requires` must hold.
@@ -135,11 +141,6 @@ class Rule(_Row):
     @classmethod
     def _known_fields(cls, value: Box | AnyOf | str) -> Box | AnyOf | str:
         return _check_box(value) if isinstance(value, dict) else value
-
-    @field_validator("versions")
-    @classmethod
-    def _valid_ranges(cls, value: Versions) -> Versions:
-        return _check_ranges(value)
 
     @model_validator(mode="after")
     def _faults_expire(self) -> Self:

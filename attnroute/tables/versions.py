@@ -16,10 +16,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final
 
-from packaging.specifiers import InvalidSpecifier, Specifier, SpecifierSet
+from packaging.specifiers import Specifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from attnroute.errors import argument_error
+from attnroute.errors import ECHO, argument_error, quoted
 
 PRE_RELEASES_COUNT = frozenset({"flash-attn-3", "flash-attn-4"})
 _CUDNN_PARTS = 3
@@ -46,9 +46,9 @@ def specifier(text: str) -> SpecifierSet:
     try:
         found = SpecifierSet(text, prereleases=True)
         for term in found:
-            Version(term.version.removesuffix(".*"))
-    except (InvalidSpecifier, InvalidVersion) as error:
-        msg = f'a version range requires PEP 440 terms like ">=2.9, <2.14"; got "{text}".'
+            _parsed(term.version.removesuffix(".*"))
+    except ValueError as error:
+        msg = f'a version range requires PEP 440 terms like ">=2.9, <2.14"; got {quoted(text)}.'
         raise ValueError(msg) from error
     return found
 
@@ -61,15 +61,22 @@ def comparable(distribution: str, version: str) -> Version:
         ArgumentError: The version is not PEP 440.
     """
     try:
-        parsed = Version(version)
-    except InvalidVersion as error:
+        parsed = _parsed(version)
+    except ValueError as error:
         raise argument_error(
-            f"the version of {distribution}", "PEP 440", f'"{version}"', 'write it like "2.14.1"'
+            f"the version of {distribution}", "PEP 440", quoted(version), 'write it like "2.14.1"'
         ) from error
     if distribution in PRE_RELEASES_COUNT:
         return _published(version)
     release = parsed.release[:_CUDNN_PARTS] if distribution == "cudnn" else parsed.release
     return Version(".".join(str(part) for part in release))
+
+
+def _parsed(text: str) -> Version:
+    """Read a version; nothing is released under one that is longer than a message shows."""
+    if len(text) > ECHO:
+        raise InvalidVersion(text)
+    return Version(text)
 
 
 def is_exact(term: Specifier) -> bool:

@@ -1,0 +1,65 @@
+"""From the name of a card, as people say it, to the architecture that the tables describe."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from attnroute.errors import ECHO, did_you_mean
+
+if TYPE_CHECKING:
+    from attnroute.tables.load import Tables
+
+_SHARED: Final = re.compile(r"nvidia|geforce|tesla|quadro|jetson|agx|rtx|dgx")
+"""Words that many cards share."""
+_VARIANT: Final = re.compile(r"(?<=\d)(?=ti|super|sxm|pcie|nvl)")
+"""Where the name of a card ends and that of its variant begins."""
+_CAPABILITY: Final = re.compile(r"(?:sm|compute|cc)?[ _.-]?(\d{1,2})[._]?(\d)[af]?")
+_SPOKEN: Final = 4
+"""Letters that name a card without its number: spark, thor, orin."""
+
+
+def suggestion(word: str, tables: Tables) -> str:
+    """Return the end of a sentence that refuses an architecture: the one that was meant, if that is clear."""
+    arch = arch_of_card(word, tables) or _written_otherwise(word, tables)
+    if arch is not None:
+        return f'; did you mean "{arch}"?'
+    # Of two numbers that look alike neither is nearly the other: 12.0 is not a bigger 10.0.
+    return "." if re.search(r"\d", word) else did_you_mean(word, tables.arch_names) or "."
+
+
+def arch_of_card(word: str, tables: Tables) -> str | None:
+    """Return the architecture of the card that a word names; None where it names none, or several."""
+    said, found = _tokens(word), dict[int, set[str]]()
+    for arch in tables.arch_names:
+        for card in tables.arch(arch).cards:
+            found.setdefault(_in_common(said, _tokens(card)), set()).add(arch)
+    most = max(found, default=0)
+    return next(iter(found[most])) if most and len(found[most]) == 1 else None
+
+
+def _in_common(said: list[str], card: list[str]) -> int:
+    """Return how many letters name the card: its whole name in what was said, or that in its name."""
+    name, word = "".join(card), "".join(said)
+    if name in _runs(said):
+        return len(name)
+    is_telling = any(letter.isdigit() for letter in word) or len(word) >= _SPOKEN
+    return len(word) if is_telling and word in _runs(card) else 0
+
+
+def _runs(tokens: list[str]) -> set[str]:
+    """Return every stretch of tokens, written as one."""
+    ends = range(1, len(tokens) + 1)
+    return {"".join(tokens[start:end]) for end in ends for start in range(end)}
+
+
+def _tokens(name: str) -> list[str]:
+    lower = _SHARED.sub(" ", re.sub(r"[^a-z0-9]+", " ", name.lower()[:ECHO]))
+    return _VARIANT.sub(" ", lower).split()
+
+
+def _written_otherwise(word: str, tables: Tables) -> str | None:
+    """Read a compute capability in other spellings: sm90, 9.0, sm_90a, compute_90."""
+    match = _CAPABILITY.fullmatch(word.lower().strip())
+    arch = f"sm_{match[1]}{match[2]}" if match else ""
+    return arch if arch in tables.arch_names else None

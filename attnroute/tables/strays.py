@@ -1,0 +1,97 @@
+"""Files of a table folder that nothing reads: a row in one of them would be lost without a word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from attnroute.errors import did_you_mean
+from attnroute.host import ARCH
+from attnroute.tables.load import ANY, SHARED, shipped_folder
+
+if TYPE_CHECKING:
+    from attnroute.tables.load import Tables
+
+_RELEASES: Final = "releases.toml"
+_BESIDE: Final = frozenset({"schema.json"})
+_TABLE: Final = ".toml"
+
+
+class Stray(NamedTuple):
+    """A file or folder, below its table folder, and what is wrong with it."""
+
+    file: str
+    sentence: str
+
+
+def strays(folder: Path, tables: Tables) -> Iterator[Stray]:
+    """Give every file of a folder that nothing reads; hidden files and pages (*.md) aside.
+
+    Args:
+        folder: One of the folders of the tables.
+        tables: The tables.
+
+    Raises:
+        TableError: A file that must be read to know that is malformed.
+    """
+    for path in _visible(folder):
+        if path.is_dir():
+            yield from _in_folder(path, tables)
+        elif path.suffix != ".md" and path.name not in _BESIDE and not _is_releases(path):
+            known = ", ".join(_scopes(tables))
+            yield Stray(path.name, f"requires a folder around it, one of {known}; nothing reads it here.")
+
+
+def _is_releases(path: Path) -> bool:
+    """Only the shipped file says what wheels of torch bring along; a copy of it says nothing else."""
+    shipped = shipped_folder() / _RELEASES
+    return path.name == _RELEASES and path.read_bytes() == shipped.read_bytes()
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _in_folder(folder: Path, tables: Tables) -> Iterator[Stray]:
+    scope, paths = folder.name, [p for p in _visible(folder) if p.suffix != ".md"]
+    if scope not in _scopes(tables) or (scope not in (ANY, SHARED) and not re.fullmatch(ARCH, scope)):
+        near = did_you_mean(scope, _scopes(tables)) or f"; known folders are {', '.join(_scopes(tables))}."
+        for path in paths or [folder]:
+            file = f"{scope}/{path.name}" if paths else scope
+            yield Stray(file, f"requires {scope}/arch.toml beside it, for an architecture; got none{near}")
+        return
+    for path in paths:
+        file = f"{scope}/{path.name}"
+        if path.is_dir() or path.suffix != _TABLE:
+            near = did_you_mean(path.name, [f"{stem}{_TABLE}" for stem in _stems(scope, tables)]) or "."
+            yield Stray(file, f"requires a file whose name ends in {_TABLE}, as nothing reads another{near}")
+        elif path.stem not in _stems(scope, tables):
+            yield Stray(file, _unread(scope, path.stem, tables))
+
+
+def _scopes(tables: Tables) -> list[str]:
+    return [ANY, SHARED, *tables.arch_names]
+
+
+def _stems(scope: str, tables: Tables) -> list[str]:
+    if scope == SHARED:
+        return _included(tables)
+    return [*tables.backends, "arch", *(["stock"] if scope == ANY else [])]
+
+
+def _unread(scope: str, stem: str, tables: Tables) -> str:
+    near = did_you_mean(stem, _stems(scope, tables))
+    if scope == SHARED:
+        return f"requires a file that includes it; got none; remove it{near or '.'}"
+    known = ", ".join(tables.backends)
+    return f"requires a backend's name, one of {known}; got {stem}{near or '.'}"
+
+
+def _included(tables: Tables) -> list[str]:
+    """Return the files of shared/ that some file includes."""
+    places = {(p.parent.name, p.stem) for folder in tables.folders for p in folder.glob(f"*/*{_TABLE}")}
+    read = [p for p in places if p[1] != "arch" and p != (ANY, "stock") and p[0] in _scopes(tables)]
+    named = {name for place in read for table in tables.files(*place) for name in table.include}
+    return sorted(name.partition("/")[2] for name in named if name.startswith(f"{SHARED}/"))
