@@ -54,7 +54,7 @@ class Host(BaseModel):
         except (OSError, ValueError) as error:
             msg = (
                 f"--host requires a JSON file as `attnroute probe` prints it; got {shortened(str(path))} "
-                f"({shortened(_reason(error))}); record one with `attnroute probe > host.json`."
+                f"({shortened(_reason(error))}); record one with `attnroute probe > {shortened(path.name)}`."
             )
             raise ArgumentError(msg) from error
 

@@ -33,11 +33,6 @@ class Finding(BaseModel):
     repaired_by: Repair | None = None
 
     @property
-    def hint(self) -> str | None:
-        """The name of the preparation that would make the call acceptable, if there is one."""
-        return self.repair if self.outcome in ("fail", "unknown") else None
-
-    @property
     def blocks(self) -> bool:
         """Whether this finding keeps the backend from being eligible."""
         return self.outcome in ("fail", "unknown") and self.kind != "slow" and self.repaired_by is None

@@ -1,0 +1,170 @@
+"""Pages say what the code does: names, signatures, variables, options, exit codes, files and commands."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import re
+import shlex
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import attnroute
+from attnroute import errors
+from attnroute.cli import COMMANDS, main
+from attnroute.host import Host
+from attnroute.settings import VARIABLES, ExplainMode
+from attnroute.vocabulary import FEATURES, REPAIRS
+
+ROOT = Path(__file__).resolve().parents[1]
+DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+READING = (ROOT / "docs" / "reading-explain.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "capability_tables" / "README.md"]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+
+
+def section(title):
+    return re.search(rf"^## \d+\. {title}\n(.*?)(?=^## |\Z)", DESIGN, re.MULTILINE | re.DOTALL)[1]
+
+
+def shown(function, skipped=()):
+    """A signature as the page writes it: names and defaults, no types."""
+    parts = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        if parameter.name in skipped:
+            continue
+        default = parameter.default
+        said = '"' + default + '"' if isinstance(default, str) else str(default)
+        parts.append(parameter.name + ("" if default is parameter.empty else f"={said}"))
+    return ", ".join(parts)
+
+
+NAMES = " ".join(section("The public names").split())
+
+
+def test_signatures_of_the_functions():
+    assert f"attnroute.attention({shown(attnroute.attention)})" in NAMES
+    assert f"attnroute.override({shown(attnroute.override)})" in NAMES
+    decide = shown(attnroute.decide, skipped=("advise",)).replace(", *", "")
+    assert f"attnroute.decide({decide})" in NAMES
+
+
+@pytest.mark.parametrize("home", [attnroute.masks, attnroute.biases], ids=["masks", "biases"])
+def test_mask_and_bias_objects(home):
+    told = NAMES[NAMES.index(f"{home.__name__}:") :]
+    told = told[: told.index("base " + ("Mask" if home is attnroute.masks else "Bias"))]
+    for name in home.__all__:
+        if name not in ("Mask", "Bias"):
+            assert f"{name}({shown(getattr(home, name))})" in told, name
+    assert set(re.findall(r"\b([A-Z]\w+)\(", told)) <= set(home.__all__)
+
+
+@pytest.mark.parametrize("name", ["Decision", "Verdict", "Finding"])
+def test_fields_of_the_answer(name):
+    line = re.search(rf"{name}: (.*?)(?= [A-Z]\w+: |```|$)", NAMES)[1]
+    without_words = re.sub(r"\(.*?\)", "", line)
+    fields = [f for f in re.findall(r"\.(\w+)", without_words) if f != "..."]
+    assert fields == list(getattr(attnroute, name).model_fields)
+    for told in re.findall(rf"`{name}\(([^`]*)\)`", DESIGN):
+        assert {f.strip() for f in told.split(",")} - {"..."} <= set(fields)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_that_pages_mention_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for name in set(re.findall(r"\battnroute\.(masks|biases)\.(\w+)", text)):
+        assert hasattr(getattr(attnroute, name[0]), name[1]), name
+    for home, name in set(re.findall(r"(?<![\w.])(masks|biases)\.([A-Z]\w+)", text)):
+        assert hasattr(getattr(attnroute, home), name), f"{home}.{name}"
+    for name in set(re.findall(r"\battnroute\.([a-zA-Z]\w+)\(", text)):
+        assert hasattr(attnroute, name), name
+    for name in set(re.findall(r"\b([A-Z]\w+(?:Error|Warning))\b", text)):
+        assert hasattr(errors, name) or hasattr(builtins, name) or name == "ValidationError", name
+    for name in set(re.findall(r"\bATTNROUTE_\w+", text)) - {"ATTNROUTE_TEST_TORCH"}:
+        assert name in VARIABLES or name == "ATTNROUTE_", name
+
+
+def test_every_variable_is_explained_with_its_values():
+    rows = dict(re.findall(r"^\| `(ATTNROUTE_\w+)(?:=\w+)?` \| (.*) \|$", READING, re.MULTILINE))
+    rows.pop("ATTNROUTE_EXPLAIN")
+    assert set(rows) | {"ATTNROUTE_EXPLAIN"} == set(VARIABLES)
+    assert set(re.findall(r"`(ATTNROUTE_[A-Z_]+)\b", section("Overrides"))) == set(VARIABLES)
+    table = READING[READING.index("| `ATTNROUTE_EXPLAIN` | prints |") :].split("\n\n")[0]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == (
+        "ATTNROUTE_EXPLAIN",
+        *get_args(ExplainMode),
+    )
+
+
+def test_exit_codes():
+    table = READING[READING.index("## Exit codes") :]
+    told = {int(code) for code in re.findall(r"^\| (\d) \|", table, re.MULTILINE)}
+    raised = {e.exit_code for e in vars(errors).values() if isinstance(e, type) and hasattr(e, "exit_code")}
+    assert told == raised | {0, 3}
+    line = section("The command line")
+    assert {int(code) for code in re.findall(r"[ ,](\d) (?=[a-z])", line[line.index("Exit codes") :])} == told
+
+
+def test_closed_lists_hold_what_the_design_says():
+    tables = section("Capability tables")
+    features = re.search(r"\* Features \((.*?)\) are a closed list", tables, re.DOTALL)[1]
+    assert set(re.findall(r"`(\w+)`", features)) <= set(FEATURES)
+    repairs = section("Repairs: how a rejected call becomes acceptable").split(", ...")[0]
+    assert set(re.findall(r"`(\w+)`", repairs)) <= set(REPAIRS) | {"attnroute"}
+
+
+def test_the_tree_of_the_design_is_that_of_the_files():
+    tree = re.search(r"```\nattnroute/\n(.*?)```", section("The tree"), re.DOTALL)[1]
+    folder, named = "", set()
+    for line in tree.splitlines():
+        indent, name = re.match(r"( *)(\S+)", line).groups()
+        if not line.startswith(" "):
+            break
+        folder = name if len(indent) == 2 and name.endswith("/") else "" if len(indent) == 2 else folder
+        path = ROOT / "attnroute" / folder / ("" if name == folder else name)
+        assert path.exists(), line
+        named.add(name if len(indent) == 2 else folder)
+    there = {p.name + "/" * p.is_dir() for p in (ROOT / "attnroute").iterdir() if p.name[0] not in "_."}
+    assert there <= named | {"py.typed", "_capability_tables/"}
+
+
+def commands():
+    """Every command line of attnroute in a block of code, and the page it stands on."""
+    for page in PAGES:
+        for block in re.findall(
+            r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        ):
+            for line in block.splitlines():
+                said = line.removeprefix("$ ")
+                words = shlex.split(said, comments=True) if said.startswith("attnroute ") else []
+                if words[:1] == ["attnroute"] and ">" not in words and words[1] not in ("demo", "probe"):
+                    yield pytest.param(words[1:], id=f"{page.name}: {line[:60]}")
+
+
+@pytest.mark.parametrize("words", list(commands()))
+def test_commands_of_pages_run(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    host = Host(arch="sm_90", versions={"torch": "2.13.0+cu130"})
+    (tmp_path / "other-machine.json").write_text(host.model_dump_json(), encoding="utf-8")
+    given = ["bf16 b1 hq8 sq64 d64" if word == "CALL" else word for word in words]
+    if given[0] == "explain" and not {"--arch", "--host"} & set(given):
+        given += ["--arch", "sm_90"]
+    assert main(given) in (0, 3), capsys.readouterr().err
+
+
+def test_options_of_the_command_line(capsys):
+    text = section("The command line")
+    told = text[: text.index("Not built")]
+    helps = {}
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        helps[command] = capsys.readouterr().out
+    explained = told[: told.index("`attnroute rule")]
+    for option in set(re.findall(r"--[a-z]+", explained)):
+        assert option in helps["explain"], option
+    assert set(re.findall(r"`attnroute (\w+)", told)) == set(COMMANDS)
