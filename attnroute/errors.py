@@ -93,12 +93,6 @@ class OverrideWarning(UserWarning):
     """An `ATTNROUTE_*` variable that attnroute does not know, or an `override()` that nobody entered."""
 
 
-class OutputError(AttnRouteError):
-    """What the command line printed could not be written."""
-
-    exit_code: ClassVar[int] = 6
-
-
 def argument_error(argument: str, required: str, got: object, to_do: str) -> ArgumentError:
     """Build the one-sentence error for a bad argument.
 
