@@ -132,8 +132,7 @@ def _features(tables: Tables) -> Iterator[Problem]:
 
 def _overrides(tables: Tables) -> Iterator[Problem]:
     """Only an architecture's own file may say otherwise what a backend needs: others are not asked."""
-    stems = {(p.parent.name, p.stem) for folder in tables.folders for p in folder.glob("*/*.toml")}
-    for scope, stem in sorted(stems):
+    for scope, stem in tables.places:
         if scope not in (ANY, SHARED) or (scope == ANY and stem not in tables.backends):
             continue
         for name in ("needs", "first_call_seconds"):

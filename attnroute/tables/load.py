@@ -118,7 +118,7 @@ class Tables:
     @cached_property
     def arch_names(self) -> tuple[str, ...]:
         """Every architecture that has an arch.toml."""
-        names = {p.parent.name for folder in self.folders for p in folder.glob("*/arch.toml")} - {ANY}
+        names = {p.parent.name for folder in self.folders for p in folder.glob("[!.]*/arch.toml")} - {ANY}
         return tuple(sorted(names, key=lambda n: (n == "cpu", len(n), n)))
 
     @cached_property
@@ -203,19 +203,20 @@ class Tables:
             self._options[key] = tuple({r.id: r for p in places for r in self._merged_options(*p)}.values())
         return self._options[key]
 
+    @cached_property
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """Folder and name of every file that holds rows about backends, hidden ones aside."""
+        found = {(p.parent.name, p.stem) for folder in self.folders for p in folder.glob("*/*.toml")}
+        others = {(scope, "arch") for scope, _ in found} | {(ANY, "stock")}
+        return tuple(sorted(p for p in found - others if "." not in (p[0][0], p[1][0])))
+
     def all_rows(self) -> list[RuleRow]:
         """Return every row of every file once."""
-        places = {(p.parent.name, p.stem) for folder in self.folders for p in folder.glob("*/*.toml")}
-        return [row for place in sorted(places - self._not_rules(places)) for row in self._merged(*place)]
+        return [row for place in self.places for row in self._merged(*place)]
 
     def all_options(self) -> list[OptionRow]:
         """Return every row of options of every file once."""
-        places = {(p.parent.name, p.stem) for folder in self.folders for p in folder.glob("*/*.toml")}
-        kept = sorted(places - self._not_rules(places))
-        return [row for place in kept for row in self._merged_options(*place)]
-
-    def _not_rules(self, places: set[tuple[str, str]]) -> set[tuple[str, str]]:
-        return {(scope, stem) for scope, stem in places if stem == "arch"} | {(ANY, "stock")}
+        return [row for place in self.places for row in self._merged_options(*place)]
 
     def _lineage(self, arch: str, backend: str) -> tuple[str, ...]:
         """Return the folders whose file speaks about a backend here, the nearest first.
@@ -322,7 +323,8 @@ class Tables:
         return found[-1] if found else None
 
     def _names(self, scope: str) -> list[str]:
-        return sorted({p.stem for folder in self.folders for p in (folder / scope).glob("*.toml")})
+        found = {p.stem for folder in self.folders for p in (folder / scope).glob("*.toml")}
+        return sorted(name for name in found if not name.startswith("."))
 
 
 def load(overlay: Path | None = None) -> Tables:
@@ -347,7 +349,11 @@ def _load(overlay: Path | None) -> Tables:
     from attnroute.tables.strays import strays
 
     tables = Tables((shipped_folder(), overlay))
-    for stray in strays(overlay, tables):
+    try:
+        stray = next(strays(overlay, tables), None)
+    except OSError as error:
+        raise TableError(f"{overlay} requires files that can be read; got: {error.strerror}.") from error
+    if stray is not None:
         raise TableError(f"{overlay / stray.file}: {stray.sentence}")
     return tables
 

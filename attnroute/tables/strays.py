@@ -91,7 +91,6 @@ def _unread(scope: str, stem: str, tables: Tables) -> str:
 
 def _included(tables: Tables) -> list[str]:
     """Return the files of shared/ that some file includes."""
-    places = {(p.parent.name, p.stem) for folder in tables.folders for p in folder.glob(f"*/*{_TABLE}")}
-    read = [p for p in places if p[1] != "arch" and p != (ANY, "stock") and p[0] in _scopes(tables)]
+    read = [place for place in tables.places if place[0] in _scopes(tables)]
     named = {name for place in read for table in tables.files(*place) for name in table.include}
     return sorted(name.partition("/")[2] for name in named if name.startswith(f"{SHARED}/"))

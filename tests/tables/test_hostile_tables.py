@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 
 import pytest
 
 from attnroute.cli import main
 from attnroute.engine.decide import decide
-from attnroute.errors import TableError
+from attnroute.errors import ArgumentError, TableError
 from attnroute.host import Host
 from attnroute.line import parse
 from attnroute.settings import reload
@@ -159,10 +160,17 @@ def test_a_circle_of_many_files_is_named(tmp_path):
         Tables((shipped_folder(), folder)).rules("sm_90", "flash")
 
 
-def test_lint_says_what_deciding_says(tmp_path, monkeypatch):
+def test_lint_says_what_deciding_says(tmp_path):
     folder = put(tmp_path / "mine", {"sm_90/arch.toml": arch(order('["flsh"]'))})
-    import datetime
-
     problems = lint(Tables((shipped_folder(), folder)), datetime.date(2026, 11, 28))
     assert [str(p) for p in problems if "got flsh" in str(p)]
-    assert monkeypatch is not None
+
+
+@pytest.mark.parametrize("version", ["9" * 10_000, "1." * 5000 + "1", "junk", "", "1.0\x1b[31m"])
+def test_a_junk_version_of_a_machine_is_a_sentence(version, capsys):
+    with pytest.raises(ArgumentError, match="the version of torch requires PEP 440") as raised:
+        decide(CALL, Host(arch="sm_90", versions={"torch": version}))
+    assert len(str(raised.value)) < 300
+    given = ["explain", "bf16 b1 hq8 sq64 d64", "--arch", "sm_90", "--with", f"torch={version}"]
+    assert main(given) == ArgumentError.exit_code
+    assert len(capsys.readouterr().err) < 400

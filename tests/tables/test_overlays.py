@@ -136,6 +136,9 @@ def test_what_is_read_or_meant_for_people_is_no_stray(tmp_path):
         "README.md": "rows of ours",
         ".gitignore": "*",
         ".git/config": "",
+        ".cache/flash.toml": "no table",
+        "sm_90/.flash.toml": "a copy that an editor keeps",
+        "any/.ours.toml": "the same",
         "sm_90/flash.toml": ROW,
         "sm_90/notes.md": "why",
         "sm_99/arch.toml": ARCH,
@@ -148,6 +151,12 @@ def test_what_is_read_or_meant_for_people_is_no_stray(tmp_path):
     assert "sm_90/flash/mine" in {row.id for row in tables.rules("sm_90", "flash")}
     assert "shared/own_rows/mine" in {row.id for row in tables.rules("sm_90", "flex")}
     assert "sm_99" in tables.arch_names
+    assert {row.id for row in tables.all_rows()} - {row.id for row in load().all_rows()} == {
+        "sm_90/flash/mine",
+        "sm_99/flash/mine",
+        "shared/flex_triton/mine",
+        "shared/own_rows/mine",
+    }
 
 
 def test_a_copy_of_the_shipped_folder_is_no_stray(tmp_path):
