@@ -78,6 +78,7 @@ def test_the_facts_of_a_plain_call():
         "key_reach": 192 * 8 * 192,
         "query_elements": 2 * 192 * 32 * 192,
         "key_elements": 2 * 192 * 8 * 192,
+        "mask_tensor_elements": 0,
         "dq_accumulator_elements_wide": 3145728,
         "dq_accumulator_row_elements": 1572864,
         "head_dim_qk": 192,
@@ -246,6 +247,16 @@ SURROUNDED = Context(compiled=True, cuda_graph=True, transform="vmap", distribut
         (
             {"strides": STREWN, "seqlen_kv": 64, "head_dim_v": 512},
             {"query_elements": 192 * 2 * 48 * 512, "key_elements": 64 * 2 * 48 * 512},
+        ),
+        ({"mask": (STRIDED,)}, {"mask_tensor_elements": 192 * 192}),
+        ({"bias": TRAINED}, {"mask_tensor_elements": 192}),
+        (
+            {"bias": DenseBias(dtype="float32", shape=(2, 32, 192, 192))},
+            {"mask_tensor_elements": 2 * 32 * 192 * 192, "mask_elements": 192 * 192},
+        ),
+        (
+            {"mask": (NotNode(part=(DenseNode(shape=(2, 1, 1, 192)),)), DenseNode(shape=(32, 192, 1)))},
+            {"mask_tensor_elements": 2 * 32 * 192 * 192},
         ),
         ({"context": Context(dynamic=("seqlen_kv", "batch"))}, {"key_reach": 192 * 8 * 192}),
         ({"strides": Strides(tokens_contiguous=False)}, {"qkv_tokens_contiguous": False, "qkv_packed": True}),

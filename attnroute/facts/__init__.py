@@ -76,18 +76,22 @@ FACTS: Final[dict[str, str]] = {
         "batch * num_heads_q * seqlen_q * head_dim_qk, the last two rounded up to multiples of 128 and 32; a "
         "head_dim above 192 becomes 256"
     ),
-    "query_reach": (
-        "elements between the first and the last token of a head of query or output, at most: those of all "
-        "heads, and where query, key and value are not packed those of all three in the whole batch; here "
-        "and in the next three, lengths that vary count as they are stated"
-    ),
-    "key_reach": "the same of key and value",
-    "query_elements": "the same of all heads of all batches: as many elements as query or output spread over",
-    "key_elements": "the same of key and value",
     "dq_accumulator_elements_wide": "the same, a head_dim_qk above 128 up to 64",
     "dq_accumulator_row_elements": (
         "num_heads_q * seqlen_q * head_dim_qk: those of one batch row, the last two up to 128 and to the next"
         " of 64, 96, 128, 192 and 256"
+    ),
+    "query_reach": (
+        "elements between the first and the last token of a head of query or output, at most: those of all "
+        "heads, and where query, key and value are not packed those of all three in the whole batch; here "
+        "and in the next four, lengths that vary count as they are stated"
+    ),
+    "key_reach": "the same of key and value",
+    "query_elements": "the same of all heads of all batches: as many elements as query or output spread over",
+    "key_elements": "the same of key and value",
+    "mask_tensor_elements": (
+        "elements of the largest mask or bias tensor, at most, those inside a disjunction or a negation too; "
+        "0 without one"
     ),
     "head_dim_qk": "last dimension of query and key",
     "head_dim_v": "last dimension of value",
@@ -176,6 +180,7 @@ LENGTH_FACTS: Final = frozenset(
         "key_reach",
         "query_elements",
         "key_elements",
+        "mask_tensor_elements",
         "dq_accumulator_elements_wide",
         "dq_accumulator_row_elements",
     }

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from attnroute.call import DenseBias, DenseNode
+from attnroute.facts.nested import nested
+
 
 def reach_of(call: Any) -> dict[str, int]:
     """Return the fields about offsets, with the stated lengths where they may vary.
@@ -25,4 +28,18 @@ def reach_of(call: Any) -> dict[str, int]:
         "key_reach": call.seqlen_kv * (key if packed else row),
         "query_elements": call.seqlen_q * (call.batch * query if packed else row),
         "key_elements": call.seqlen_kv * (call.batch * key if packed else row),
+        "mask_tensor_elements": _tensor_elements(call),
     }
+
+
+def _tensor_elements(call: Any) -> int:
+    """Return how many elements mask and bias tensors have at most, of the dimensions that any of them has."""
+    shapes = [n.shape for n in nested(call.mask) if isinstance(n, DenseNode)]
+    if isinstance(call.bias, DenseBias):
+        shapes.append(call.bias.shape)
+    sizes = (call.seqlen_kv, call.seqlen_q, call.num_heads_q, call.batch)
+    elements = 1 if shapes else 0
+    for place, size in enumerate(sizes):
+        if any(len(shape) > place and shape[-1 - place] > 1 for shape in shapes):
+            elements *= size
+    return elements

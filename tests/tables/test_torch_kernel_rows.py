@@ -205,6 +205,23 @@ CASES = {
             TRAINING | LOOSE | torch("2.5.1") | {"dtype": "float32"},
             strides(packed=True),
         ),
+        # As reported: a bias for each of 16 batches and 32 heads, whose single heads are far from the limit.
+        Case(
+            f"{FLEX}/tensor-offset-32-bit",
+            "sm_80",
+            {"batch": 16, "bias": {"kind": "dense", "dtype": "float32", "shape": (16, 32, 4096, 4096)}}
+            | {"dtype": "float32"}
+            | heads(32)
+            | lengths(4096, 4096),
+            {"bias": {"kind": "dense", "dtype": "float32", "shape": (1, 32, 4096, 4096)}},
+        ),
+        Case(
+            f"{FLEX}/tensor-offset-32-bit",
+            "sm_100",
+            {"mask": ({"kind": "not", "part": ({"kind": "dense", "shape": (46341, 46341)},)},)}
+            | lengths(46341, 46341),
+            {"mask": ({"kind": "not", "part": ({"kind": "dense", "shape": (46341,)},)},)},
+        ),
         Case(
             f"{FLEX}/tensor-offset-32-bit",
             "sm_90",
