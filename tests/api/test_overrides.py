@@ -334,7 +334,11 @@ async def _async_generator():
     yield
 
 
-@pytest.mark.parametrize("what", [_generator, _async_generator, torch.nn.Linear, 3], ids=str)
+@pytest.mark.parametrize(
+    "what",
+    [_generator, _async_generator, torch.nn.Linear, 3],
+    ids=["generator", "async generator", "class", "number"],
+)
 def test_what_a_block_cannot_decorate_is_refused(what):
     with pytest.raises(
         OverrideError, match=r"@override\(\) requires a function or a coroutine function; got"
