@@ -37,6 +37,7 @@ LONGEST_FIRST = (
     "executors/test_flex.py",
     "compile/test_contract.py",
     "engine/test_invariants.py",
+    "integrations/test_transformers_compiled.py",
     "integrations/test_transformers_models.py",
     "executors/test_flex_blocks.py",
     "tables/test_lint.py",

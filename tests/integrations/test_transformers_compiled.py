@@ -164,12 +164,18 @@ def test_packed_documents_in_compiled_layers(sums, compiled_layers):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_model(strict):
+@pytest.mark.parametrize("lengths", [[LENGTH], [LENGTH, 5]], ids=["one length", "open length"])
+def test_exported_model(strict, lengths):
     given = {"input_ids": TOKENS, "attention_mask": PADDING["none"], "use_cache": False}
+    length = {1: torch.export.Dim("length", min=2, max=64)} if len(lengths) > 1 else None
+    shapes = {"input_ids": length, "attention_mask": length, "use_cache": None}
     with torch.no_grad():
-        program = torch.export.export(using("gemma3", "attnroute"), (), given, strict=strict)
-        found = program.module()(**{**given, "attention_mask": PADDING["left"]}).logits
-        close(found, logits(using("gemma3", "eager"), LENGTH, "left"), PADDING["left"])
+        model = using("gemma3", "attnroute")
+        program = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=strict).module()
+        for n in lengths:
+            padding = PADDING["left"][:, :n]
+            found = program(input_ids=TOKENS[:, :n], attention_mask=padding, use_cache=False).logits
+            close(found, logits(using("gemma3", "eager"), n, "left"), padding)
 
 
 def test_vmap_over_a_model():
