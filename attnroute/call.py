@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from attnroute.fits import depth, depth_of, heads
+from attnroute.fits import call_softcap, depth, depth_of, heads, probability
 from attnroute.vocabulary import (
     Alignment,
     Distributed,
@@ -237,9 +237,9 @@ class Call(_Plain):
     mask: tuple[MaskNode, ...] = ()
     bias: Bias | None = None
     scale: ScaleSign = "positive"
-    softcap: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    softcap: Annotated[float, AfterValidator(call_softcap)] = 0.0
     sink: bool = False
-    dropout_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    dropout_p: Annotated[float, AfterValidator(probability)] = 0.0
     deterministic: bool = False
     return_lse: bool = False
     qkv_requires_grad: bool | None = None

@@ -6,6 +6,7 @@ what one of them refuses the other refuses too, with the same sentence.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final, Protocol
 
 from attnroute.errors import ArgumentError, argument_error
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 _DIMS: Final = 4
 MOST_ELEMENTS: Final = 2**63 - 1
 """torch counts the elements of a tensor, and the bytes between them, in signed 64-bit numbers."""
+
+
+LARGEST: Final = 2.0**128 - 2.0**104
+"""The largest number of float32, in which kernels take scale and softcap."""
+_SMALLEST: Final = 2.0**-126
 
 
 class Sizes(Protocol):
@@ -88,6 +94,29 @@ def heads(num_heads_q: int, num_heads_kv: int) -> None:
         required = f"a number of heads that key's {num_heads_kv} heads divide"
         to_do = "repeat key/value heads, or check that layout is right"
         raise argument_error("query", required, num_heads_q, to_do)
+
+
+def probability(dropout_p: float) -> float:
+    """Return a probability of dropping a weight: all of them cannot be dropped."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise argument_error("dropout_p", "a probability in [0, 1)", dropout_p, "pass 0.0 to switch it off")
+    return dropout_p
+
+
+def cap(name: str, value: float, kind: str = "number") -> None:
+    """A cap by which kernels divide, as float32: not so small that it is 0 there, nor endless."""
+    to_do = "pass 0.0 to switch it off"
+    if not 0.0 <= value < math.inf:
+        raise argument_error(name, f"a finite {kind} of at least 0", value, to_do)
+    if value != 0.0 and not _SMALLEST <= value <= LARGEST:
+        required = f"0.0, or a {kind} from {_SMALLEST:.3g} to {LARGEST:.3g}, as kernels take it in float32"
+        raise argument_error(name, required, value, to_do)
+
+
+def call_softcap(value: float) -> float:
+    """Return the cap of a call."""
+    cap("softcap", value)
+    return value
 
 
 def _elements(name: str, shape: tuple[int, ...]) -> None:

@@ -88,7 +88,7 @@ FIELDS = {
     "mask": st.lists(NODES, max_size=4).map(tuple),
     "bias": BIASES,
     "scale": st.sampled_from(["positive", "zero", "negative"]),
-    "softcap": st.floats(0.0, allow_infinity=False),
+    "softcap": st.just(0.0) | st.floats(2.0**-126, 2.0**127),
     "sink": st.booleans(),
     "dropout_p": st.floats(0.0, 1.0, exclude_max=True),
     "deterministic": st.booleans(),

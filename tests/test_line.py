@@ -107,7 +107,7 @@ def test_a_window_of_one_number_counts_the_diagonal() -> None:
         ("documents:near", "words like documents or documents=1000,3096"),
         ("causal=lower", '"causal=lower" requires'),
         ("dropout=much", "words like softcap=30, sink, dropout=0.1"),
-        ("dropout=1.5", "dropout_p: Input should be less than 1"),
+        ("dropout=1.5", "dropout_p requires a probability in [0, 1); got 1.5"),
         ("hkv3", "a number of heads that key's 3 heads divide; got 4"),
         ("dynamic=heads", "dynamic"),
     ],

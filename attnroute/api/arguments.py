@@ -11,8 +11,9 @@ from attnroute.api.question import Arguments, places
 from attnroute.api.transforms import active_transform, has_dispatch_mode, may_be_transformed
 from attnroute.api.validate import check_flags, instead
 from attnroute.errors import ArgumentError, argument_error
+from attnroute.fits import LARGEST
 from attnroute.masks import Dense, Mask
-from attnroute.masks.checks import LARGEST, kind_of
+from attnroute.masks.checks import kind_of
 from attnroute.masks.look import LOOK_THRESHOLD, look_into
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import tensor_key

@@ -156,14 +156,11 @@ def _check_numbers(args: Arguments) -> None:
         if not (checks.is_plain_number(value) or (value is None and name == "scale")):
             to_do = "pass value.item() or a constant"
             raise argument_error(name, "a Python number", checks.kind_of(value), to_do)
-    if args.scale is not None and not abs(args.scale) <= checks.LARGEST:
+    if args.scale is not None and not abs(args.scale) <= fits.LARGEST:
         is_finite = abs(args.scale) < math.inf
-        required = f"a number of float32, at most {checks.LARGEST:.3g}" if is_finite else "a finite number"
+        required = f"a number of float32, at most {fits.LARGEST:.3g}" if is_finite else "a finite number"
         raise argument_error("scale", required, args.scale, "pass None for head_dim_qk ** -0.5")
-    if not 0.0 <= args.dropout_p < 1.0:
-        raise argument_error(
-            "dropout_p", "a probability in [0, 1)", args.dropout_p, "pass 0.0 to switch it off"
-        )
+    fits.probability(args.dropout_p)
     checks.softcap("softcap", args.softcap)
 
 

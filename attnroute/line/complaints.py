@@ -33,6 +33,8 @@ def reading(text: str) -> Iterator[None]:
         what = shortened(str(first["msg"]).removeprefix("Value error, ").rstrip("."))
         raise ArgumentError(f"{quoted(text)} requires a valid value; {where}: {what}.") from error
     except (ValueError, KeyError) as error:
+        if _SIZE.fullmatch(text):
+            raise strange(text, ()) from error
         name = re.escape(name_of(text))
         forms = [form for form in WORDS if re.search(rf"(^|\s){name}[=(]", form)]
         form = forms[0] if forms else f"{shortened(name_of(text))} without a value"

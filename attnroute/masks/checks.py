@@ -5,10 +5,9 @@ Nothing here imports torch: a tensor is told by what it can do.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from attnroute import fits
 from attnroute.errors import argument_error
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 _ALIGNMENTS = ("top_left", "bottom_right")
 _INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
 """The dtypes of whole numbers that torch can compare and add up."""
-LARGEST: Final = 2.0**128 - 2.0**104
-"""The largest number of float32, in which kernels take scale and softcap."""
-_SMALLEST: Final = 2.0**-126
 _TRACED = ("FakeTensor", "FunctionalTensor")
 """What `masks.tracing.is_traced` tells by class; this module knows no torch."""
 
@@ -106,13 +102,10 @@ def softcap(name: str, value: Any, kind: str = "number") -> None:
         value: What was given.
         kind: What it should be.
     """
-    to_do = "pass 0.0 to switch it off"
-    if not is_plain_number(value) or not 0.0 <= value < math.inf:
-        got = repr(value) if is_plain_number(value) or value is None else kind_of(value)
-        raise argument_error(name, f"a finite {kind} of at least 0", got, to_do)
-    if value != 0.0 and not _SMALLEST <= value <= LARGEST:
-        required = f"0.0, or a {kind} from {_SMALLEST:.3g} to {LARGEST:.3g}, as kernels take it in float32"
-        raise argument_error(name, required, value, to_do)
+    if not is_plain_number(value):
+        got = repr(value) if value is None else kind_of(value)
+        raise argument_error(name, f"a finite {kind} of at least 0", got, "pass 0.0 to switch it off")
+    fits.cap(name, value, kind)
 
 
 def kind_of(value: object) -> str:

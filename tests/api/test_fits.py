@@ -149,6 +149,11 @@ WRONG = {
     "bf16 b1 hq4 hkv0 sq10 d64": "heads divide",
     "bf16 b100000000000000000000 hq4 sq10 d64": "at most 9223372036854775807 elements",
     "bf16 b1 hq4 sq0 skv100000000000000000000 d64": "at most 9223372036854775807 elements",
+    f"bf16 b{'9' * 10_000} hq4 sq4 d64": r"b requires a whole number behind it.*\(10001 characters\)",
+    "bf16 b1 hq4 sq4 d64 dropout=1.5": r"dropout_p requires a probability in \[0, 1\); got 1.5; pass 0.0",
+    "bf16 b1 hq4 sq4 d64 dropout=nan": "dropout_p requires a probability",
+    "bf16 b1 hq4 sq4 d64 softcap=-1": "softcap requires a finite number of at least 0; got -1.0; pass 0.0",
+    "bf16 b1 hq4 sq4 d64 softcap=1e39": "softcap requires 0.0, or a number from",
     "bf16 b1 hq4 sq5 skv8 d64 causal": "causal_alignment requires",
     "bf16 b1 hq4 sq5 skv8 d64 window=3,0": "causal_alignment requires",
     "bf16 b1 hq4 sq5 d64 thd documents:cross causal": "beside a cu_seqlens_kv of its own",
@@ -187,6 +192,17 @@ def test_blocks_and_heads_are_refused_with_one_sentence():
     with pytest.raises(ArgumentError) as from_line:
         parse("fp32 b1 hq4 hkv3 sq10 d8")
     assert str(from_line.value) == refusal(lambda: attnroute.attention(tensors[0], one, one))
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "value"),
+    [("dropout", "dropout_p", 1.0), ("dropout", "dropout_p", -0.5), ("softcap", "softcap", -1.0)]
+    + [("softcap", "softcap", value) for value in (float("inf"), float("nan"), 1e39, 1e-300)],
+)
+def test_numbers_are_refused_with_one_sentence(word, name, value):
+    tensors = [torch.zeros(1, 4, 10, 8)] * 3
+    said = refusal(lambda: attnroute.attention(*tensors, **{name: value}))
+    assert refusal(lambda: parse(f"fp32 b1 hq4 sq10 d8 {word}={value!r}")) == said != ""
 
 
 def test_a_stated_corner_is_taken_and_said_again():
