@@ -12,7 +12,7 @@ from strategies import calls, hosts
 from attnroute.call import Call
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision
-from attnroute.facts import FACTS, WORDS
+from attnroute.facts import BOOLS, FACTS, WORDS
 from attnroute.host import Host
 from attnroute.policy import Policy
 from attnroute.tables.load import RuleRow, Tables, load, shipped_folder
@@ -195,7 +195,7 @@ def test_the_order_of_rows_does_not_matter(call, host, random):
     assert judged(decide(call, host, Changed(shuffled))) == judged(decide(call, host, load()))
 
 
-NUMBERS = sorted(set(FACTS) - set(WORDS))
+NUMBERS = sorted(set(FACTS) - set(WORDS) - BOOLS)
 
 
 @st.composite
@@ -210,7 +210,8 @@ def added_rows(draw):
             lambda f: st.tuples(st.just(f), st.lists(st.sampled_from(WORDS[f]), min_size=1, unique=True))
         )
         numbers = st.tuples(st.sampled_from(NUMBERS), number.map(lambda pair: f"{pair[0]}{pair[1]}"))
-        return st.lists(words | numbers, max_size=2).map(dict)
+        bools = st.tuples(st.sampled_from(sorted(BOOLS)), st.booleans())
+        return st.lists(words | numbers | bools, max_size=2).map(dict)
 
     return Rule(
         name="added",
