@@ -66,8 +66,8 @@ def make_mask(
     # Values of a traced tensor cannot be read, and without reading them nothing is certain. A compiled step
     # of decoding takes masks as inputs of one form, and one row costs next to nothing.
     traced = is_tracing(attention_mask) or is_tracing(q_offset)
-    transformed = not traced and (_is_transformed(attention_mask) or _is_transformed(q_offset))
-    if not traced and not transformed and (q_length > 1 or allow_is_causal_skip):
+    unread = not traced and (_is_unread(attention_mask) or _is_unread(q_offset))
+    if not traced and not unread and (q_length > 1 or allow_is_causal_skip):
         pattern = _pattern(sizes, q_offset, kv_offset, mask_function, attention_mask)
     if pattern is None:
         dense: Tensor | None = sdpa_mask(
@@ -79,7 +79,7 @@ def make_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             device=device,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip and not transformed,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip and not unread,
             # A module that sees no mask guesses the alignment; a mask states it.
             **{**kwargs, "allow_is_causal_skip": False},
         )
@@ -91,10 +91,10 @@ def make_mask(
     return CarriedMask.carry(pattern, device)
 
 
-def _is_transformed(value: object) -> bool:
-    """Whether a function transform holds a tensor: under torch.vmap what it says differs by sample."""
+def _is_unread(value: object) -> bool:
+    """Whether what a tensor says cannot be read: it is on the meta device, or torch.vmap maps over it."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - torch has no public question
-    return isinstance(value, Tensor) and bool(wrapped(value))
+    return isinstance(value, Tensor) and (value.is_meta or bool(wrapped(value)))
 
 
 def _pattern(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import masking_utils
 
 MaskFunction = Callable[..., Any]
@@ -56,6 +57,12 @@ def _closure(function: FunctionType) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def _known() -> dict[CodeType, Reader]:
     """The builders of the installed transformers that say what they are known to say."""
+    # A mode around the first call, a tracer's for one, would answer with tensors of its own.
+    with _disable_current_modes(), torch.device("cpu"):
+        return _tried()
+
+
+def _tried() -> dict[CodeType, Reader]:
     known: dict[CodeType, Reader] = {}
     bands: tuple[tuple[str, tuple[int, ...], Reader, Reading], ...] = (
         ("causal_mask_function", (), lambda _: _CAUSAL, _CAUSAL),

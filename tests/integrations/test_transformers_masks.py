@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils as hf
 from transformers_models import materialized, packed_function
 
@@ -275,6 +276,30 @@ def test_a_builder_that_changed_its_meaning_is_not_read(monkeypatch):
         assert read(hf.causal_mask_function).right == 0
     finally:
         reader._known.cache_clear()
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
+def test_functions_are_read_alike_under_a_mode(mode):
+    from attnroute.integrations import _transformers_reader as reader
+
+    reader._known.cache_clear()
+    with mode():
+        assert read(hf.causal_mask_function).right == 0
+        assert read(hf.sliding_window_causal_mask_function(3)).left == 2
+
+
+@pytest.mark.parametrize("function", [hf.causal_mask_function, hf.bidirectional_mask_function])
+def test_padding_that_cannot_be_read_stays_a_tensor(function):
+    """Shapes of a model on the meta device, and samples that torch.vmap maps over."""
+    options = {"mask_function": function, "allow_is_bidirectional_skip": True}
+    keep = torch.ones(2, 6, dtype=torch.bool)
+    keep[1, :2] = False
+    meta = make_mask(2, 6, 6, attention_mask=keep.to("meta"), device="meta", **options)
+    assert (type(meta), meta.device.type, meta.shape) == (torch.Tensor, "meta", (2, 1, 6, 6))
+    mapped = torch.vmap(lambda row: make_mask(1, 6, 6, attention_mask=row[None], **options))(keep)
+    assert torch.equal(
+        mapped[:, 0], hf.sdpa_mask(2, 6, 6, 0, mask_function=function, attention_mask=keep, **NO_SKIP)
+    )
 
 
 def test_none_only_for_nothing_masked():
