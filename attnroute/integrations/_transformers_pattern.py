@@ -145,10 +145,15 @@ def allowed_pairs(
 
 
 def _key_padding(keep: Tensor, side: PaddingSide | None) -> KeyPadding:
-    """Say padding at one side as counts, which kernels for ragged batches take; the device counts them."""
+    """Say padding at one side as counts, which kernels for ragged batches take; the device counts them.
+
+    Padded tokens went through the layers as others did and are finite, so that nothing needs clearing.
+    """
     if side is None:
-        return KeyPadding(keep=keep)
-    return KeyPadding(lengths=keep.sum(1)) if side == "right" else KeyPadding(left=(~keep).sum(1))
+        return KeyPadding(keep=keep, finite=True)
+    if side == "right":
+        return KeyPadding(lengths=keep.sum(1), finite=True)
+    return KeyPadding(left=(~keep).sum(1), finite=True)
 
 
 def _band(left: int | None, right: int | None, offset: int, corner: int) -> tuple[Mask, ...] | None:
