@@ -63,6 +63,13 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Run threads, forks, interrupts, ever new shapes: minutes. Arguments after `--` name the checks."""
+    _install_for_tests(session)
+    session.run("python", "tests/soak/run.py", *session.posargs)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Install the package and show it at work: decisions, explanations, one real call."""
     _clear_settings(session)

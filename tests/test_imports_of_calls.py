@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -51,3 +52,36 @@ def test_a_call_imports_no_compiler(call):
     program = SCRIPT + CALLS[call]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+UNWRITABLE = """
+import warnings, torch, attnroute
+from attnroute.errors import KernelRefusedError, RerouteWarning
+q = torch.randn(1, 2, 8, 4)
+want = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always", RerouteWarning)
+    for _ in range(2):
+        torch.testing.assert_close(attnroute.attention(q, q, q, is_causal=True, prefer="flex"), want)
+(warning,) = [w for w in told if w.category is RerouteWarning]
+assert "NotADirectoryError" in str(warning.message), warning
+for _ in range(2):
+    try:
+        attnroute.attention(q, q, q, is_causal=True, backend="flex")
+    except KernelRefusedError as error:
+        assert "NotADirectoryError" in str(error), error
+    else:
+        raise AssertionError("flex compiled where nothing can be written")
+"""
+
+
+def test_a_compiler_that_cannot_write_its_caches_makes_way_for_another_backend():
+    """On the CPU flex compiles with inductor, whose import makes a folder."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNWRITABLE],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{os.devnull}/nowhere"},
+    )
+    assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -76,6 +77,16 @@ def forget() -> None:
     _COMPILED.forget()
 
 
+def need_compiler(backend: str) -> None:
+    """Import dynamo, which fails where it cannot make folders for its caches, and then for good.
+
+    Raises:
+        KernelRefusedError: It cannot be imported; the text is that of the first attempt.
+    """
+    with before_launch(backend, what=lambda: "torch.compile"):
+        import_module("torch._dynamo")
+
+
 class Settings(NamedTuple):
     """What is fixed in the code of a structure beside the expressions.
 
@@ -109,7 +120,8 @@ def _made(mask: Part, score: Part, settings: Settings) -> Compiled:
     name = ", ".join(t for t in (mask.text, score.text) if t) or "no mask"
     found = Compiled(name, settings.backend)
     function = _function(f"flex_{next(_NUMBERS)}", mask, score, settings)
-    found.call = torch.compile(function, backend=_measured(found), fullgraph=True)
+    with before_launch(settings.backend):
+        found.call = torch.compile(function, backend=_measured(found), fullgraph=True)
     return found
 
 
@@ -133,7 +145,9 @@ def run(found: Compiled, qkv: tuple[Tensor, Tensor, Tensor], mask: Blocked, scor
             raise NotCompiledError(_limit_message(found)) from error
         if names.intersection(_COMPILER_ERRORS):
             raise NotCompiledError(_failure_message(found, error)) from error
-        if found.backend == "flex":
+        # Where an interrupt met the import of dynamo, that has gaps for the rest of the process.
+        has_gaps = isinstance(error, AttributeError | ImportError) and not found.seconds
+        if found.backend == "flex" and not has_gaps:
             raise
         with before_launch(found.backend):
             raise

@@ -46,6 +46,7 @@ def run_as(backend: str, inputs: Inputs, plan: Plan) -> Output:
     Raises:
         NotCompiledError: torch.compile cannot compile here, or has compiled this structure too often.
     """
+    compiling.need_compiler(backend)
     mask, score, settings = _program(inputs, plan)
     qkv = (inputs.query, inputs.key, inputs.value)
     if is_traced(inputs.query):

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
-from attnroute.errors import TableError
+from attnroute.errors import KernelRefusedError, TableError
+from attnroute.executors._launch import before_launch
+from attnroute.memory import kept
 
 if TYPE_CHECKING:
     from attnroute.executors._repairs import Run
 
 
-@lru_cache(maxsize=32)
 def executor(backend: str) -> Run:
     """Return the `run` of `attnroute.executors.<backend>`.
+
+    Where that cannot be imported, because something that it imports fails, what is returned refuses each
+    call, so that the next backend runs it. The next route tries again.
 
     Raises:
         TableError: There is none: a folder of tables declares a backend that nothing here runs.
     """
+    try:
+        with before_launch(backend):
+            return _imported(backend)
+    except KernelRefusedError as error:
+        # Not the error itself, which holds the frames that it went through.
+        return _refusing(str(error), error.backend or backend, error.said)
+
+
+@kept(32)
+def _imported(backend: str) -> Run:
     name = f"attnroute.executors.{backend}"
     try:
         return cast("Run", import_module(name).run)
@@ -27,3 +40,10 @@ def executor(backend: str) -> Run:
             raise
         required = f"attnroute/executors/{backend}.py, which runs it"
         raise TableError(f"any/{backend}.toml requires {required}; got none; ban {backend}.") from error
+
+
+def _refusing(message: str, backend: str, said: str) -> Run:
+    def refuse(*_: object) -> NoReturn:
+        raise KernelRefusedError(message, backend, said)
+
+    return refuse

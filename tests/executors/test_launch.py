@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnroute.errors import AttnRouteError, KernelRefusedError, NotCompiledError, OverrideError
-from attnroute.executors import _launch
+from attnroute.executors import _launch, registry
 from attnroute.executors._launch import before_launch
 
 CPU = torch.device("cpu")
@@ -187,3 +187,22 @@ def test_a_listener_hears_once_what_an_executor_replaced(monkeypatch):
         _launch.Replaced("alpha", "ValueError: no", "chunked"),
         _launch.Replaced("alpha", "ValueError: no", "chunked", False, "bfloat16", 16, 8),
     ]
+
+
+def test_an_executor_that_cannot_be_imported_refuses_and_is_tried_again(monkeypatch):
+    imported = []
+
+    def fail(name):
+        imported.append(name)
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(registry, "import_module", fail)
+    registry._imported.cache_clear()
+    for n in (1, 2):
+        run = registry.executor("flex")
+        assert len(imported) == n
+        with pytest.raises(KernelRefusedError, match=r"flex refused this call .*Read-only file system"):
+            run(None, None)
+    monkeypatch.undo()
+    registry._imported.cache_clear()
+    assert registry.executor("math").__module__ == "attnroute.executors.math"
