@@ -132,7 +132,9 @@ def override(
     flags = {"strict": strict, "allow_unknown": allow_unknown, "recognize": recognize}
     for name, value in (*flags.items(), ("double_backward", double_backward)):
         if not (value is None or isinstance(value, bool)):
-            raise OverrideError(f"override() {name} requires True or False; got {value!r}; pass one of them.")
+            raise OverrideError(
+                f"override() {name} requires True or False; got {shortened(repr(value))}; pass one of them."
+            )
     stated |= {name: value for name, value in flags.items() if value is not None}
     if double_backward:
         stated["transform"] = "double_backward"

@@ -57,7 +57,7 @@ def settle(
         ran = _without_gradients(key, held) if args.training else None
         if ran is not None and held.require is None and not held.prefer:
             # A wish: what ran without gradients may have no backward.
-            held = merge(held, policy_of("the forward of the checkpoint", prefer=ran))
+            held = merge(held, policy_of("the forward of the checkpoint", prefer=ran, tables=held.tables))
     else:
         _note(signature, policy)
         held = policy
@@ -104,7 +104,7 @@ def _of_forward(signature: Hashable, named: tuple[Any, Any]) -> Policy:
     backend, prefer = named
     if backend is None and prefer is None:
         return held
-    return merge(held, policy_of("attention()", backend=backend, prefer=prefer))
+    return merge(held, policy_of("attention()", backend=backend, prefer=prefer, tables=held.tables))
 
 
 def _of_frame(frame: Any, signature: Hashable, policy: Policy, *, is_recompute: bool) -> Policy:

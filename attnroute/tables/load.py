@@ -383,12 +383,12 @@ def _read(path: Path, model: type[_Model]) -> _Model:
 def _sentence(path: Path, data: dict[str, object], error: ValidationError) -> str:
     """Name the file, the rule and the field of the first problem."""
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"]]
+    where = [shortened(str(part)) for part in first["loc"]]
     rows = data.get(where[0]) if where and where[0] in ("rule", "option", "order", "release") else None
     if len(where) > 1 and isinstance(rows, list):
         row = rows[int(where[1])]
         name = row.get("name", f"number {int(where[1]) + 1}") if isinstance(row, dict) else where[1]
-        where = [f"{where[0]} {name}", ".".join(where[2:]) or "whole row"]
+        where = [f"{where[0]} {shortened(str(name))}", ".".join(where[2:]) or "whole row"]
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     got = shortened(repr(first["input"]), 2 * ECHO)
     said = f"{': '.join(where)}: {first['msg'].rstrip('.')}; got {got}{more}."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import time
 
 import pytest
 
@@ -91,6 +90,12 @@ BAD_ROWS = {
         order('["flsh"]').replace('because = "of this test"\n', ""),
         "any/stock.toml: order odd requires backends.*got flsh",
     ),
+    "a key of 5,000 letters": (
+        FLASH,
+        rule(more=f"{'x' * 5000} = 1"),
+        r"rule odd: x+\.\.\. \(5000 characters\)",
+    ),
+    "a name of 5,000 letters": (FLASH, rule(name="X" * 5000), r"rule X+\.\.\. \(5000 characters\): name"),
     "no text": (FLASH, "\x00", "requires TOML"),
     "itself": ("shared/flex_triton.toml", 'include = ["shared/flex_triton"]', "do not include it"),
 }
@@ -137,7 +142,8 @@ LEVELS = 300
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_includes_take_time_in_proportion_to_the_files(shape, tmp_path):
+def test_includes_take_work_in_proportion_to_the_files(shape, tmp_path):
+    """Were the work doubled at each level, this would not end."""
     files = {}
     for level in range(LEVELS):
         for letter in "fg":
@@ -145,12 +151,9 @@ def test_includes_take_time_in_proportion_to_the_files(shape, tmp_path):
             files[f"shared/{letter}{level}.toml"] = text + rule(name=f"row-{letter}-{level}")
     files[FLASH] = 'include = ["shared/f0"]'
     folder = put(tmp_path / "mine", files)
-    start = time.process_time()
     tables = Tables((shipped_folder(), folder))
     rows = [row.id for row in tables.rules("sm_90", "flash") if row.id.startswith("shared/f")]
     assert f"shared/f{LEVELS - 1}/row-f-{LEVELS - 1}" in rows
-    # Two to the power of 300 would not be a matter of patience.
-    assert time.process_time() - start < 60
 
 
 def test_a_circle_of_many_files_is_named(tmp_path):
