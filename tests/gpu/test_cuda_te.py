@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu import package_runs
+from gpu import layouts, package_runs
 from gpu.package_runs import check, check_packed
 from gpu.test_cuda_kernels import band, problem
 
@@ -113,3 +113,8 @@ def test_activation_checkpointing(use_reentrant):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_backwards_run_again_and_together():
     package_runs.check_again(BACKEND, together=True)
+
+
+@pytest.mark.parametrize("kind", ["everything", "causal", "documents", "sequences"])
+def test_layouts(kind):
+    layouts.check(BACKEND, kind)
