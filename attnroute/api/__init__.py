@@ -81,7 +81,8 @@ def attention(
 
     Args:
         query: (batch, num_heads_q, seqlen_q, head_dim_qk) in layout bhsd, (total_q, num_heads_q,
-            head_dim_qk) in layout thd; any float dtype; CPU or CUDA.
+            head_dim_qk) in layout thd; any float dtype; CPU or CUDA, or "meta", where the result has the
+            shape, dtype and strides that the CPU would give. A head_dim of 0 gives what stock gives.
         key: (batch, num_heads_kv, seqlen_kv, head_dim_qk), in layout thd (total_kv, num_heads_kv,
             head_dim_qk); num_heads_kv divides num_heads_q (GQA, MQA).
         value: (batch, num_heads_kv, seqlen_kv, head_dim_v), in layout thd (total_kv, num_heads_kv,

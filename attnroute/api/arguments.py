@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnroute.api.forms import TORCH_MASKS, take_bias, take_mask
 from attnroute.api.packed import pack, refuse_lengths
-from attnroute.api.question import Arguments, places
+from attnroute.api.question import Arguments, device_of, places, widen
 from attnroute.api.transforms import active_transform, has_dispatch_mode, may_be_transformed
 from attnroute.api.validate import check_flags, instead
 from attnroute.errors import ArgumentError, argument_error
@@ -36,7 +36,7 @@ def collect(args: Arguments) -> Arguments:
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         raise _not_a_tensor(query, key, value)
     # Asking for query.device.type takes four times as long, and every call waits for this.
-    device_type = "cuda" if query.is_cuda else "cpu" if query.is_cpu else query.device.type
+    device_type = "cuda" if query.is_cuda else "cpu" if query.is_cpu else device_of(query)[0]
     if device_type not in DEVICES:
         to_do = "move query, key and value to one of them"
         raise argument_error("query", f"a device among {', '.join(DEVICES)}", query.device, to_do)
@@ -57,6 +57,8 @@ def collect(args: Arguments) -> Arguments:
         refuse_lengths(args)
     if torch.is_autocast_enabled(device_type):
         _autocast(args, torch.get_autocast_dtype(device_type))
+    if not (query.is_nested or value.is_nested) and (0 in query.shape[-1:] or 0 in value.shape[-1:]):
+        widen(args)
     args.training = torch.is_grad_enabled() and _requires_grad(args) and not torch.is_inference_mode_enabled()
     strictly = (
         torch.are_deterministic_algorithms_enabled()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnroute.call import AlibiBias, Bias, Call, Context, DenseBias, FunctionBias, MaskNode, Strides
 from attnroute.executors._repairs import is_packed
@@ -15,6 +16,7 @@ from attnroute.masks.look import dense_node
 from attnroute.masks.nodes import Extent
 from attnroute.masks.tensors import as_4d, is_aligned
 from attnroute.masks.tracing import address, example, holds
+from attnroute.vocabulary import HEAD_DIM_MULTIPLE
 
 if TYPE_CHECKING:
     from attnroute.executors._inputs import ScoreMod
@@ -34,7 +36,8 @@ class Arguments:
         training: Gradients will be asked for.
         transform: The functorch transform around the call.
         dispatch_mode: A TorchDispatchMode is active.
-        traced: A tracer holds the tensors: torch.compile, torch.export.
+        traced: A tracer holds the tensors: torch.compile, torch.export; or they lie on the device "meta".
+        no_values: The values had no features before some were added, and the output has none.
     """
 
     query: Tensor
@@ -63,6 +66,31 @@ class Arguments:
     transform: str | None = None
     dispatch_mode: bool = False
     traced: bool = False
+    no_values: bool = False
+
+
+def device_of(query: Tensor) -> tuple[str, int | None]:
+    """Return type and index of the device whose kernels are asked about: those of the CPU for "meta"."""
+    device = query.device
+    return ("cpu", None) if device.type == "meta" else (device.type, device.index)
+
+
+def widen(args: Arguments) -> None:
+    """Give heads without features a few that are zero, which no kernel and no row needs to know of.
+
+    Without features every score is 0, and with zeros it is 0 too; an output without features is cut again.
+    """
+    query, key, value = args.query, args.key, args.value
+    if key.shape[-1:] != query.shape[-1:] or not value.dim():
+        # The checks say so.
+        return
+    narrow, narrow_v = int(query.shape[-1]), int(value.shape[-1])
+    width = max(narrow, narrow_v) or HEAD_DIM_MULTIPLE
+    if args.scale is None:
+        args.scale = narrow**-0.5 if narrow else 1.0
+    args.no_values = narrow_v == 0
+    args.query, args.key = pad(query, (0, width - narrow)), pad(key, (0, width - narrow))
+    args.value = pad(value, (0, width - narrow_v))
 
 
 def places(layout: str) -> tuple[int, int]:

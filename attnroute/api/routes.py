@@ -11,7 +11,7 @@ from torch import Tensor
 from attnroute import settings
 from attnroute.api import choices, compiling, failures, guards, recompute
 from attnroute.api.choices import Choice
-from attnroute.api.question import Arguments, bias_of, call_of, example_of, extent_of, mask_of
+from attnroute.api.question import Arguments, bias_of, call_of, device_of, example_of, extent_of, mask_of
 from attnroute.api.validate import check_extras, check_tensors
 from attnroute.call import AnyNode, Call, FunctionNode, NotNode
 from attnroute.engine.decision import Decision
@@ -161,13 +161,15 @@ def _question(args: Arguments, policy: Policy) -> tuple[Call, Host, Tables]:
     # nothing to look at.
     look = policy.recognize and args.transform is None and not args.traced
     call = call_of(args, example_of(extent), mask_of(args), look=look)
-    host = host_of(args.query.device.type, args.query.device.index)
+    host = host_of(*device_of(args.query))
     return call, host, load(policy.tables)
 
 
 def execute(route: Route, args: Arguments) -> Output:
     """Run one call along its route. Shapes of the result are those of the caller's layout."""
     out, lse = run_repaired(route.run, _inputs(route, args), route.plan)
+    if args.no_values:
+        out = out[..., :0]
     if args.layout == "bhsd":
         return out, lse
     if args.layout == "bshd":
@@ -205,7 +207,7 @@ def _route(args: Arguments, call: Call, choice: Choice) -> Route:
         repairs=tuple(r for r in choice.repairs if r != "recognize_mask"),
         training=args.training,
         return_lse=args.return_lse,
-        device_type=args.query.device.type,
+        device_type=device_of(args.query)[0],
         options=choice.options,
         deterministic=bool(args.deterministic),
         may_reroute=choice.policy.require is None and not choice.policy.strict,

@@ -143,10 +143,6 @@ def _check_shapes(args: Arguments) -> None:
         raise argument_error(
             "value", f"as many heads as key ({key[heads_at]})", value[heads_at], "repeat heads first"
         )
-    if min(query[3], value[3]) == 0:
-        raise argument_error(
-            "query and value", "a head_dim of at least 1", f"{query[3]} and {value[3]}", "check them"
-        )
     fits.heads(query[heads_at], key[heads_at])
 
 

@@ -17,7 +17,7 @@ from attnroute.executors._chunked_op import attend_compiled
 from attnroute.executors._chunked_plan import Limits
 from attnroute.executors._chunked_tile import Extras, Spec
 from attnroute.executors._inputs import Inputs, Output, Plan
-from attnroute.masks.lowered import LoweredMask
+from attnroute.masks.lowered import FULL, LoweredMask
 from attnroute.masks.tracing import is_traced
 
 if TYPE_CHECKING:
@@ -30,19 +30,23 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def run(inputs: Inputs, plan: Plan) -> Output:
     """Run the composite under a mark that shows in profiles and to dispatch modes."""
+    mask, score_mod = inputs.mask, inputs.score_mod
+    if inputs.query.is_meta:
+        # A tensor without values shows shapes, in which masks and score functions have no say.
+        mask, score_mod = FULL, None
     with torch.profiler.record_function("attnroute::chunked"):
         out, lse = chunked_attention(
             inputs.query,
             inputs.key,
             inputs.value,
-            inputs.mask,
+            mask,
             bias=inputs.bias,
             scale=inputs.scale,
             softcap=inputs.softcap,
             sink=inputs.sink,
             alibi_slopes=inputs.alibi_slopes,
             dropout_p=inputs.dropout_p,
-            score_mod=inputs.score_mod,
+            score_mod=score_mod,
         )
     return out, lse if plan.return_lse else None
 
@@ -118,7 +122,7 @@ def chunked_attention(
     _check_features(query, key, bias, sink, alibi_slopes)
     _check_numbers(query, softcap, dropout_p, block_q)
     # Drawn on the CPU: it follows torch.manual_seed and activation checkpointing, without a synchronisation.
-    seed = torch.randint(2**63 - 1, (), dtype=torch.int64) if dropout_p else None
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout_p else None
     compiling = torch.compiler.is_compiling() or is_traced(query)
     spec = Spec(
         scale=query.shape[3] ** -0.5 if scale is None else float(scale),

@@ -55,7 +55,7 @@ def _lowered(position_ids: Tensor, extent: Extent) -> LoweredMask:
         document_ids_q=ids,
         document_ids_kv=ids,
         document_bounds=bounds,
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(extent.device, non_blocking=True),
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device="cpu").to(extent.device, non_blocking=True),
         max_seqlen=max(stop - start for start, stop in pairwise(bounds)),
     )
 

@@ -14,11 +14,12 @@ from torch.nn import Parameter
 def is_traced(tensor: Tensor) -> bool:
     """Return whether a tracer holds this tensor: it has a shape, but no memory and no values.
 
-    True for the tensors of torch.compile, torch.export, make_fx with fake tensors, and FakeTensorMode.
+    True for the tensors of torch.compile, torch.export, make_fx with fake tensors, and FakeTensorMode, and
+    for those on the device "meta", which are asked for nothing but shapes.
     """
     kind = type(tensor)
     if kind is Tensor or kind is Parameter:
-        return False
+        return tensor.is_meta
     return isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
