@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from attnroute.fits import call_softcap, depth, depth_of, heads, probability
+from attnroute.plain import Plain, raise_sentence
 from attnroute.vocabulary import (
     Alignment,
     Distributed,
@@ -216,7 +217,7 @@ class Context(_Plain):
     distributed: Distributed | None = None
 
 
-class Call(_Plain):
+class Call(Plain):
     """One attention call.
 
     Lengths and head counts are Python ints. `mask` is a conjunction. `scale` is only the sign of the
@@ -254,5 +255,12 @@ class Call(_Plain):
         return self
 
     def with_(self, **changes: Any) -> Call:
-        """Return a validated copy with the given fields replaced."""
-        return Call.model_validate({**self.__dict__, **changes})
+        """Return a validated copy with the given fields replaced.
+
+        Raises:
+            ArgumentError: A field is unknown or wrong.
+        """
+        try:
+            return Call.model_validate({**self.__dict__, **changes})
+        except ValidationError as error:
+            raise_sentence(Call, error)

@@ -6,15 +6,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import Field, StringConstraints, ValidationError
 
 from attnroute.errors import ArgumentError, shortened
+from attnroute.plain import Plain
 
 ARCH: Final = r"^(cpu|sm_\d{2,3})$"
 Arch = Annotated[str, StringConstraints(pattern=ARCH)]
 
 
-class Host(BaseModel):
+class Host(Plain):
     """One device and the software around it.
 
     Attributes:
@@ -24,8 +25,6 @@ class Host(BaseModel):
             that is missing is not installed.
         broken: Distribution to the error its import raised, for installs that cannot be used.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     arch: Arch
     device_name: str = ""

@@ -10,13 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
+
+from attnroute.plain import Plain
 
 QUADRATIC_LIMIT_BYTES = 256 * 2**20
 """Scores above this size are never computed by the slow tier without a warning that names them."""
 
 
-class Policy(BaseModel):
+class Policy(Plain):
     """Wishes and limits for a decision.
 
     Attributes:
@@ -34,8 +36,6 @@ class Policy(BaseModel):
             each with what it said.
         origin: Where each setting came from, for the explanation: `{"ban": "ATTNROUTE_BACKENDS"}`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     require: str | None = None
     prefer: tuple[str, ...] = ()

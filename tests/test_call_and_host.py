@@ -13,6 +13,7 @@ from strategies import calls, hosts
 from attnroute.call import Call, Context, DenseBias, KeyPaddingNode, Strides, WindowNode
 from attnroute.errors import ArgumentError
 from attnroute.host import Host, arch_of, sort_key
+from attnroute.policy import Policy
 
 # The examples of the design, word for word.
 CALL = """
@@ -166,9 +167,9 @@ def test_with_returns_a_changed_copy_and_validates_it():
         (),
         0.0,
     )
-    with pytest.raises(ValidationError, match="window_left"):
+    with pytest.raises(ArgumentError, match=r"^Call window_left requires a field that exists; got 3; .*\.$"):
         call.with_(window_left=3)
-    with pytest.raises(ValidationError, match="a number of heads that key's 7 heads divide"):
+    with pytest.raises(ArgumentError, match=r"^query requires a number of heads that key's 7 heads divide"):
         call.with_(num_heads_kv=7)
 
 
@@ -189,7 +190,7 @@ def test_the_host_of_the_design_parses():
 
 @pytest.mark.parametrize("arch", ["90", "9.0", "sm90", "sm_9", "sm_90a", "hopper", "CPU", "sm_90\n", ""])
 def test_an_arch_is_a_word_and_never_a_number_or_a_name(arch):
-    with pytest.raises(ValidationError, match="arch"):
+    with pytest.raises(ArgumentError, match="Host arch requires"):
         Host(arch=arch)
 
 
@@ -237,3 +238,34 @@ def test_a_file_that_is_no_text_is_refused_too(tmp_path):
     (tmp_path / "h100.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(ArgumentError, match="--host requires a JSON file"):
         Host.from_file(tmp_path / "h100.json")
+
+
+UNKNOWN = {**SIZES, "seqlen_k": 3}
+NODE = {"kind": "causal", "alignment": "x"}
+MADE_WRONGLY = {
+    "a word": (Call, {**SIZES, "batch": "many"}, r"Call batch requires a valid integer.*; got 'many'"),
+    "too small": (Call, {**SIZES, "seqlen_q": -1}, "Call seqlen_q requires greater than or equal to 0; got"),
+    "another dtype": (Call, {**SIZES, "dtype": "int32"}, "Call dtype requires 'float16'.*; got 'int32'; see"),
+    "an unknown field": (Call, UNKNOWN, "Call seqlen_k requires a field that exists; got 3; did you"),
+    "a wrong node": (Call, {**SIZES, "mask": [NODE]}, "Call mask.* requires"),
+    "heads": (Call, {**SIZES, "num_heads_kv": 5}, "query requires a number of heads that key's 5 heads"),
+    "nothing": (Call, {}, "Call dtype requires a value; got none; pass dtype="),
+    "no arch": (Host, {}, "Host arch requires a value; got none; pass arch="),
+    "an int as arch": (Host, {"arch": 90}, "Host arch requires a valid string; got 90; see attnroute.Host"),
+    "versions": (Host, {"arch": "cpu", "versions": [1]}, r"Host versions requires .*; got \[1\]; see"),
+    "a policy": (Policy, {"ban": 3}, "Policy ban requires a valid tuple; got 3; see attnroute.Policy"),
+    "a wish": (Policy, {"requires": "x"}, "Policy requires requires a field that exists; got 'x'; did"),
+}
+
+
+@pytest.mark.parametrize(("kind", "fields", "said"), MADE_WRONGLY.values(), ids=MADE_WRONGLY)
+def test_what_is_made_wrongly_is_one_sentence(kind, fields, said):
+    with pytest.raises(ArgumentError, match=f"^{said}") as raised:
+        kind(**fields)
+    text = str(raised.value)
+    assert text.endswith(".")
+    assert not any(raw in text for raw in ("pydantic", "\n", "[type="))
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
+    with pytest.raises(ValidationError):
+        kind.model_validate(fields)
