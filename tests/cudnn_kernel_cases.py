@@ -207,6 +207,12 @@ SM_103 = "shared/cudnn_fe_sm_103"
 SM_103_CASES = [
     Case(f"{SM_103}/arch-before-9-11", "sm_103", cudnn("9.10.2"), cudnn("9.11.0")),
     Case(
+        "shared/cudnn_cuda_12_9/cuda-before-12-9",
+        "sm_103",
+        {"versions": {"cuda": "12.8"}},
+        {"versions": {"cuda": "12.9"}},
+    ),
+    Case(
         f"{SM_103}/hang-long-keys-bottom-right-9-21",
         "sm_103",
         lengths(512, 4096) | causal("bottom_right") | cudnn("9.21.0"),

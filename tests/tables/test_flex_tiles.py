@@ -44,7 +44,7 @@ def verdict_of(
         phase=phase,
         bias=bias,
     )
-    host = Host(arch=arch, versions={"torch": torch, "cuda": "13.0", "triton": "3.6.0"})
+    host = Host(arch=arch, versions={"torch": torch, "cuda": "13.0", "triton": "3.9.0"})
     return judge(call, host, TABLES, "flex", Policy())
 
 

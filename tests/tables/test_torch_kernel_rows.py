@@ -22,6 +22,14 @@ def cudnn(release):
     return {"versions": {"cudnn": release}}
 
 
+def cuda(release):
+    return {"versions": {"cuda": release}}
+
+
+def triton(release):
+    return {"versions": {"triton": release}}
+
+
 SINGLE = THD | heads(8, 2) | lengths(1, 64)
 FLEX = "shared/flex_triton"
 UNEQUAL = "sm_90/cudnn/backward-unequal-head-dims-9-11"
@@ -60,6 +68,7 @@ CASES = {
     "cudnn": [
         Case("sm_107/cudnn/arch-before-9-25", "sm_107", cudnn("9.24.1"), cudnn("9.25.0")),
         Case("sm_103/cudnn/arch-before-9-11", "sm_103", cudnn("9.10.2"), cudnn("9.11.0")),
+        Case("shared/cudnn_cuda_12_9/cuda-before-12-9", "sm_103", cuda("12.8"), cuda("12.9")),
         Case(
             "sm_90/cudnn/backward-nan-keys-64-mod-128-more-queries",
             "sm_90",
@@ -167,6 +176,10 @@ CASES = {
         ),
     ],
     "flex": [
+        Case("shared/triton_3_6/assembler-before-3-6", "sm_103", triton("3.5.1"), triton("3.6.0")),
+        Case("shared/triton_3_6/assembler-before-3-6", "sm_121", triton("3.4.0"), triton("3.6.0")),
+        Case("sm_110/flex/assembler-before-3-7", "sm_110", triton("3.6.0"), triton("3.7.0")),
+        Case("sm_107/flex/assembler-before-3-9", "sm_107", triton("3.8.0"), triton("3.9.0")),
         # Tokens may be outermost, so that the heads of all lie between two of one head.
         Case(
             f"{FLEX}/key-offset-32-bit",
