@@ -3,25 +3,21 @@
 There is no lock, which a hit in every call would pay for, and which a fork could leave locked for ever: each
 step is one operation on a dict, and those are atomic. An entry is made first and put in place then. Of two
 threads that make the same one at once, both get what the first one put there.
+
+What is a function of plain arguments alone stays a `functools.lru_cache`, of which the same is true.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    from functools import _lru_cache_wrapper
+from typing import Final, Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
-_Given = ParamSpec("_Given")
 
 _DROPPED: Final = 8
 """A full memory drops one of so many entries at once, because finding them is a walk."""
-
-_FORGETTERS: list[Callable[[], None]] = []
 
 
 class _Entry(Generic[Value]):
@@ -41,17 +37,14 @@ class Memory(Generic[Key, Value]):
 
     __slots__ = ("_bound", "_entries")
 
-    def __init__(self, bound: int, *, registered: bool = True) -> None:
+    def __init__(self, bound: int) -> None:
         """Start empty.
 
         Args:
             bound: Most entries; threads that add some at the same time may exceed it by one each.
-            registered: `forget_all` empties it. Not for a memory that goes with another object.
         """
         self._bound = bound
         self._entries: dict[Key, _Entry[Value]] = {}
-        if registered:
-            _FORGETTERS.append(self.forget)
 
     def get(self, key: Key) -> Value | None:
         """Return what is kept under a key, None where nothing is."""
@@ -121,23 +114,18 @@ class Memory(Generic[Key, Value]):
             self._entries.pop(key, None)
 
 
-def kept(bound: int | None) -> Callable[[Callable[_Given, Value]], _lru_cache_wrapper[Value]]:
-    """Make a function of hashable arguments remember its last results, until `forget_all`.
-
-    Args:
-        bound: Most results; None only where the arguments are one of a few names.
-    """
-
-    def keep(function: Callable[_Given, Value]) -> _lru_cache_wrapper[Value]:
-        cached: Any = lru_cache(maxsize=bound)(function)
-        _FORGETTERS.append(cached.cache_clear)
-        found: _lru_cache_wrapper[Value] = cached
-        return found
-
-    return keep
-
-
 def forget_all() -> None:
-    """Drop everything that this process remembers: it goes on as if nothing had been called."""
-    for forget in _FORGETTERS:
-        forget()
+    """Drop what every module of attnroute remembers: it goes on as if nothing had been called.
+
+    That is each `Memory` and each `functools.lru_cache` that a module names.
+    """
+    for module in [module for name, module in sys.modules.copy().items() if _is_ours(name)]:
+        for thing in vars(module).copy().values():
+            if isinstance(thing, Memory):
+                thing.forget()
+            elif hasattr(thing, "cache_clear"):
+                thing.cache_clear()
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] == __name__.partition(".")[0]

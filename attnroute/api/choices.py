@@ -29,7 +29,7 @@ from attnroute.vocabulary import SLOW_TIER, Repair
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CLASSES_KEPT = 2048
+CLASSES_KEPT = 1024
 """Choices for calls that only lengths tell apart and that are decided alike."""
 DECISIONS_KEPT = 32
 """Whole decisions, of some 80 kB each, for the layers of a model that is traced."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from attnroute.errors import KernelRefusedError, TableError
 from attnroute.executors._launch import before_launch
-from attnroute.memory import kept
 
 if TYPE_CHECKING:
     from attnroute.executors._repairs import Run
@@ -30,7 +30,7 @@ def executor(backend: str) -> Run:
         return _refusing(str(error), error.backend or backend, error.said)
 
 
-@kept(32)
+@lru_cache(maxsize=32)
 def _imported(backend: str) -> Run:
     name = f"attnroute.executors.{backend}"
     try:

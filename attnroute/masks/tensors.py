@@ -238,7 +238,7 @@ class Keeper:
             marks: Of the tensors.
         """
         self._marks = marks
-        self._made: Memory[Hashable, Any] = Memory(KEPT, registered=False)
+        self._made: Memory[Hashable, Any] = Memory(KEPT)
 
     def fits(self, tensors: tuple[Tensor, ...]) -> bool:
         """Return whether these are the tensors that it keeps something of, unchanged."""

@@ -7,9 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import lru_cache
 from typing import Final, NamedTuple
-
-from attnroute.memory import kept
 
 CXX: Final = "c++"
 """What the tables call the C++ compiler that torch.compile needs for CPUs."""
@@ -30,7 +29,7 @@ def switched_off() -> str:
     return f"torch.compile is switched off by {' and '.join(named)}" if named else ""
 
 
-@kept(1)
+@lru_cache(maxsize=1)
 def cxx() -> Found:
     """Return the C++ compiler that inductor would start: CXX where that is set, else the platform's own.
 
@@ -46,7 +45,7 @@ def cxx() -> Found:
     return _asked(path)
 
 
-@kept(1)
+@lru_cache(maxsize=1)
 def c_for_triton() -> Found:
     """Return the C compiler with which Triton builds what launches its kernels: CC, gcc or clang."""
     named = os.environ.get("CC")

@@ -11,12 +11,12 @@ import contextlib
 import os
 import sys
 import warnings
+from functools import lru_cache
 from importlib import import_module
 from typing import Final, NamedTuple
 
 import torch
 
-from attnroute.memory import kept
 from attnroute.probes import packages, torch_host
 from attnroute.probes.trouble import is_of_the_user, said_by
 
@@ -114,7 +114,7 @@ def forget() -> None:
     torch_host.forget()
 
 
-@kept(None)
+@lru_cache(maxsize=32)
 def _problems(backend: str) -> dict[str, str]:
     """Return what keeps each provider of a backend from being imported, empty once one of them can be."""
     problems: dict[str, str] = {}

@@ -7,6 +7,7 @@ looked for where an import would find them.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import metadata
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from packaging.version import Version
 
-from attnroute.memory import kept
 from attnroute.probes.trouble import is_of_the_user, said_by
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def installed() -> dict[str, str]:
     return survey().versions
 
 
-@kept(1)
+@lru_cache(maxsize=1)
 def survey() -> Survey:
     """Look at every known provider once."""
     found: dict[str, Found] = {}

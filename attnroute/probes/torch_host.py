@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import platform
 import sys
+from functools import lru_cache
 
 import torch
 
 from attnroute.host import Host, arch_of
-from attnroute.memory import kept
 from attnroute.probes import compilers, packages
 from attnroute.probes.packages import installed
 from attnroute.probes.trouble import said_by
@@ -17,7 +17,7 @@ _CUDNN_MAJOR = 10000
 _CUDNN_MINOR = 100
 
 
-@kept(64)
+@lru_cache(maxsize=64)
 def host_of(device_type: str, index: int | None) -> Host:
     """Return the host of one device: "cpu", or "cuda" and its index.
 
@@ -63,7 +63,7 @@ def _avx2() -> compilers.Found:
     return compilers.Found(version="present")
 
 
-@kept(1)
+@lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
     """Return the versions of torch, CUDA, cuDNN and every installed provider."""
     found = {"torch": torch.__version__, **installed()}
@@ -81,7 +81,7 @@ def _broken() -> dict[str, str]:
     return {**packages.broken(), **({"cudnn": problem} if problem else {})}
 
 
-@kept(1)
+@lru_cache(maxsize=1)
 def _cudnn() -> compilers.Found:
     try:
         number = torch.backends.cudnn.version()
