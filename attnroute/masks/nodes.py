@@ -310,12 +310,12 @@ def _check_parts(name: str, parts: Any) -> None:
     if not (isinstance(parts, tuple) and all(isinstance(part, Mask) for part in parts)):
         got = [type(part).__name__ for part in parts] if isinstance(parts, list | tuple) else parts
         raise argument_error(f"mask {name}", "a tuple of masks", got, "combine masks with & and |")
-    fits.depth(1 + max(map(_depth, parts), default=0))
+    fits.depth(1 + max([0, *[_depth(part) for part in parts]]))
 
 
 def _depth(mask: Mask) -> int:
-    members = mask.members if isinstance(mask, _Combined) else ()
-    return isinstance(mask, _Combined) + max(map(_depth, members), default=0)
+    # dynamo follows this, and knows neither a map here nor a default of max.
+    return 1 + max([0, *[_depth(part) for part in mask.members]]) if isinstance(mask, _Combined) else 0
 
 
 def _alternatives(mask: Mask) -> tuple[Mask, ...]:
