@@ -169,10 +169,14 @@ class DenseBias(_Plain):
 
 
 class AlibiBias(_Plain):
-    """One slope per head times minus the distance between query and key."""
+    """One slope per head times minus the distance between query and key.
+
+    `per_batch`: each batch row has slopes of its own.
+    """
 
     kind: Literal["alibi"] = "alibi"
     requires_grad: bool = False
+    per_batch: bool = False
 
 
 class FunctionBias(_Plain):

@@ -61,6 +61,7 @@ Repair = Literal[
     "expand_kv",
     "pad_head_dim",
     "contiguous",
+    "materialize_alibi",
     "materialize_mask",
     "cast_mask",
     "cast_bias",
@@ -95,7 +96,9 @@ DTYPE_SHORT: Final[dict[str, str]] = {
 SLOW_TIER: Final[frozenset[str]] = frozenset({"math"})
 """Backends whose memory grows with seqlen_q * seqlen_kv: never selected silently where that is large."""
 
-BUILD_MASKS: Final[frozenset[str]] = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
+BUILD_MASKS: Final[frozenset[str]] = frozenset(
+    {"materialize_alibi", "materialize_mask", "cast_mask", "cast_bias", "align_bias"}
+)
 """Repairs that build a dense mask or bias."""
 
 MASK_DEPTH: Final = 64

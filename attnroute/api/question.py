@@ -231,7 +231,8 @@ def _bias(args: Arguments, bias: Tensor | None) -> Bias | None:
     if args.score_mod is not None:
         return FunctionBias(requires_grad=follows and any(t.requires_grad for t in args.captured))
     if args.alibi_slopes is not None:
-        return AlibiBias(requires_grad=follows and args.alibi_slopes.requires_grad)
+        slopes = args.alibi_slopes
+        return AlibiBias(requires_grad=follows and slopes.requires_grad, per_batch=slopes.dim() > 1)
     if bias is None:
         return None
     full = as_4d(bias)

@@ -58,7 +58,7 @@ def _repaired(call: Call) -> Hashable:
     """What repairs read in a mask and no row can ask: the side of padding, what a disjunction is made of."""
     tensor = apply("materialize_mask", call)
     built = None if tensor is None else (facts_of(tensor[0])["mask_has_query_dim"], may_grow(call))
-    return apply("to_varlen", call) is None, built
+    return apply("to_varlen", call) is None, apply("materialize_alibi", call) is None, built
 
 
 def length_conditions(tables: Tables, arch: str) -> tuple[Condition, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from attnroute.call import AlibiBias
 from attnroute.engine import repairs
 from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply
 from attnroute.engine.quadratic import SMALL_MASK
@@ -123,6 +124,9 @@ def _questions(decision: Decision, tables: Tables, fields: Fields) -> Iterator[Q
     if any(verdict.repairs and not BUILD_MASKS.isdisjoint(verdict.repairs) for verdict in decision.verdicts):
         # Whether a mask that is built is small decides who comes first.
         yield Question((Asked((SMALL_MASK,), settled=True),), (), exact=True)
+    if isinstance(call.bias, AlibiBias):
+        per_head = repairs.SMALL_BIAS // max(1, call.num_heads_q)
+        yield Question((Asked((("mask_elements", f"<={per_head}"),), settled=True),), (), exact=True)
     row = declared_order(call, host, tables)
     for verdict in decision.verdicts:
         if not _is_kept_out(verdict) and may_precede(verdict.backend, decision, row):

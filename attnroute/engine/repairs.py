@@ -33,6 +33,10 @@ Change = tuple[Call, int]
 _REMADE = (CausalNode, WindowNode, DocumentsNode, KeyPaddingNode)
 """Masks that a kernel and chunked read in the same form."""
 
+SMALL_BIAS: Final = 2**24
+"""Elements of an ALiBi term up to which it is built: 64 MiB in float32, where chunked takes two to five times
+as long on the CPU (`benchmarks/alibi_cpu.py`)."""
+
 SUMS_LIMIT: Final = 2**31 - 1
 """Tokens: prefix sums of ragged batches are int32."""
 
@@ -182,6 +186,22 @@ def _materialize(call: Call) -> Change | None:
     return call.with_(mask=(node,)), _product(shape)
 
 
+def _materialize_alibi(call: Call) -> Change | None:
+    """The term as a tensor, where it is small, exact in the query's dtype, and needs no gradient."""
+    alibi = call.bias
+    if not isinstance(alibi, AlibiBias) or alibi.requires_grad or call.context.dynamic:
+        return None
+    crosses = any(isinstance(n, DocumentsNode) and n.cross for n in call.mask)
+    if crosses or call.dtype not in ("float32", "float64"):
+        return None
+    shape = (call.batch if alibi.per_batch else 1, call.num_heads_q, call.seqlen_q, call.seqlen_kv)
+    size = _product(shape)
+    if size > SMALL_BIAS:
+        return None
+    bias = DenseBias(dtype=call.dtype, shape=shape, empty_rows="none")
+    return call.with_(bias=bias), size * DTYPE_BYTES[call.dtype]
+
+
 def _mask_shape(nodes: tuple[MaskNode, ...], call: Call) -> list[int]:
     """Return the smallest shape that holds a conjunction: key padding has one row for all queries."""
     shape = [1, 1, 1, call.seqlen_kv]
@@ -309,6 +329,7 @@ _CHANGES: Final[dict[Repair, Callable[[Call], Change | None]]] = {
     "to_varlen": _to_varlen,
     "backward_from_chunked": _backward_from_chunked,
     "sink_from_lse": _sink_from_lse,
+    "materialize_alibi": _materialize_alibi,
     "materialize_mask": _materialize,
     "expand_kv": _expand_kv,
     "pad_head_dim": _pad_head_dim,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ def run_repaired(run: Run, inputs: Inputs, plan: Plan) -> Output:
             return _split(run, inputs, rest, axis)
     if inputs.scale is None and "pad_head_dim" in repairs:
         inputs.scale = inputs.query.shape[-1] ** -0.5
+    if "materialize_alibi" in repairs:
+        inputs.bias, inputs.alibi_slopes = _alibi(inputs), None
     nothing = inputs.mask.is_full and inputs.bias is None
     inputs.attn = _dense(inputs, repairs) if repairs & _DENSE and not nothing else _undressed(inputs)
     head_dim_v = inputs.value.shape[-1]
@@ -80,6 +82,24 @@ def empty_rows(attn: Tensor) -> Tensor:
 def _undressed(inputs: Inputs) -> Tensor | None:
     """The dense mask or bias as the caller gave it, for operators that take it so."""
     return inputs.mask.dense if inputs.bias is None else inputs.bias
+
+
+def _alibi(inputs: Inputs) -> Tensor:
+    """Return ``-slope * abs(i + seqlen_kv - seqlen_q - j)`` as a bias in the query's dtype."""
+    query, slopes = inputs.query, cast("Tensor", inputs.alibi_slopes)
+    sizes = (query.shape[2], inputs.key.shape[2], query.dtype, query.device)
+    small = not is_tracing() and sizes[0] * sizes[1] * query.element_size() <= BAND_LIMIT_BYTES
+    distances = _distances(*sizes) if small else _distances.__wrapped__(*sizes)
+    return slopes.detach().to(query.dtype).view(-1, query.shape[1], 1, 1) * distances
+
+
+@lru_cache(maxsize=BANDS_KEPT)
+def _distances(seqlen_q: int, seqlen_kv: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return minus the distances to the diagonal at the bottom right, the same for all layers."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        queries = torch.arange(seqlen_kv - seqlen_q, seqlen_kv, dtype=dtype, device=device)
+        keys = torch.arange(seqlen_kv, dtype=dtype, device=device)
+        return (queries[:, None] - keys).abs_().neg_()
 
 
 def _dense(inputs: Inputs, repairs: frozenset[str]) -> Tensor:

@@ -261,7 +261,9 @@ def test_what_a_bias_object_is_in_the_question():
     assert call_of(*inputs, bias=biases.ALiBi(torch.zeros(4))).bias.model_dump() == {
         "kind": "alibi",
         "requires_grad": False,
+        "per_batch": False,
     }
+    assert call_of(*inputs, bias=biases.ALiBi(torch.zeros(2, 4))).bias.per_batch
     trained = call_of(*inputs, bias=biases.ALiBi(slopes))
     assert (trained.bias.requires_grad, trained.phase, trained.qkv_requires_grad) == (True, "training", False)
     assert call_of(*inputs, bias=biases.Softcap(3.0)).softcap == 3.0
@@ -315,3 +317,63 @@ def test_routes_of_functions_depend_on_gradients_and_on_no_identity(monkeypatch)
             bias = biases.Function(damped(torch.zeros(4).requires_grad_(trained)))
             attnroute.attention(*inputs, bias=bias, backend="chunked")
     assert len(made) == 2
+
+
+def stored(tensor, form):
+    """Return equal values in other memory."""
+    if form == "tokens outermost":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]] if form == "sliced" else tensor
+
+
+BANDS = {
+    "none": ({}, lambda _: None),
+    "top_left": ({"is_causal": True, "causal_alignment": "top_left"}, lambda distance: distance >= 0),
+    "bottom_right": (
+        {"is_causal": True, "causal_alignment": "bottom_right"},
+        lambda distance: distance >= -3,
+    ),
+    "window": ({"window": (2, 1), "causal_alignment": "top_left"}, lambda d: (d <= 2) & (d >= -1)),
+}
+
+
+@pytest.mark.parametrize("form", ["contiguous", "tokens outermost", "sliced"])
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("band", BANDS)
+def test_small_alibi_runs_as_a_bias_of_the_kernel(band, with_sink, shape, form):
+    """A small term is built for torch's kernel, which takes a fifth of chunked's time."""
+    options, allowed_by = BANDS[band]
+    inputs = [t.requires_grad_() for t in (stored(t, form) for t in normal())]
+    slopes, sink = torch.rand(shape), torch.randn(4).requires_grad_() if with_sink else None
+    allowed = allowed_by(torch.arange(6)[:, None] - torch.arange(9))
+    leaves = [*inputs, sink] if with_sink else inputs
+    with ran("flash"):
+        out = attnroute.attention(*inputs, alibi_slopes=slopes, sink=sink, **options)
+    want = attend(*inputs, allowed=allowed, alibi_slopes=slopes, sink=sink)[0]
+    close(out, want)
+    for got, true in zip(gradients(out, leaves), gradients(want, leaves), strict=True):
+        close(got, true.double(), floor=1.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.float16},
+        {"dtype": torch.bfloat16},
+        {"train": True},
+        {"seqlen_q": 2049, "seqlen_kv": 2049},
+    ],
+)
+def test_alibi_that_a_tensor_would_round_or_that_is_large_or_trains_is_counted_in_blocks(change):
+    train = change.pop("train", False)
+    slopes = torch.rand(4).requires_grad_(train)
+    assert attnroute.explain(*normal(**change), alibi_slopes=slopes).selected == "chunked"
+
+
+def test_alibi_of_new_lengths_in_one_graph():
+    run = torch.compile(attnroute.attention, backend="eager", dynamic=True, fullgraph=True)
+    slopes = torch.rand(4)
+    for length in (7, 40, 2100, 33):
+        inputs = normal(seqlen_q=3, seqlen_kv=length)
+        close(run(*inputs, alibi_slopes=slopes), attend(*inputs, alibi_slopes=slopes)[0])
