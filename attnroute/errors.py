@@ -68,7 +68,10 @@ class KernelRefusedError(AttnRouteError, RuntimeError):
     Attributes:
         backend: Whose kernel it is.
         said: What the package said, in one line.
+        lasts: Such a call will be refused again; False where the reason lies in what surrounds this one.
     """
+
+    lasts = True
 
     def __init__(self, message: str, backend: str = "", said: str = "") -> None:
         """Keep beside the sentence what it was made of."""

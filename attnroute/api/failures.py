@@ -53,8 +53,12 @@ def known(call: Call, host: Host, policy: Policy) -> Policy:
     found = _FAILED.get(signature_of(call, host, policy))
     if found is None:
         return policy
-    failed = tuple(sorted((backend, said) for backend, (said,) in found.copy().items()))
-    return merge(policy, Policy(failed=failed))
+    return also_failed(policy, {backend: said for backend, (said,) in found.copy().items()})
+
+
+def also_failed(policy: Policy, refused: dict[str, str]) -> Policy:
+    """Return the policy with further backends that refuse the call, and what they said."""
+    return merge(policy, Policy(failed=tuple(sorted({**dict(policy.failed), **refused}.items()))))
 
 
 def forget() -> None:

@@ -44,13 +44,19 @@ def reroute(error: KernelRefusedError, route: Route, args: Arguments, policy: Po
         if policy.strict or policy.require is not None:
             message = f"{error} {render_kept(policy, route.plan.backend)}"
             raise type(error)(message, route.plan.backend, error.said) from error.__cause__ or error
-        is_new = _record(failed, route.plan.backend, error.said)
+        if error.lasts:
+            is_new = _record(failed, route.plan.backend, error.said)
+        else:
+            # The next call may stand elsewhere: what it is remembered under says nothing of this refusal.
+            is_new = True
+            policy = failures.also_failed(policy, {route.plan.backend: error.said})
+            key = (key, policy.failed)
         try:
             route = routes.make(args, policy, key)
         except NoBackendError as nothing:
             raise nothing from error
         if is_new:
-            text = render_reroute(failed.decision(), route.choice.decision(), error.said)
+            text = render_reroute(failed.decision(), route.choice.decision(), error.said, lasts=error.lasts)
             warnings.warn(text, RerouteWarning, stacklevel=4)
         try:
             return routes.execute(route, args)

@@ -34,6 +34,8 @@ Result = tuple[Tensor, Tensor | None]
 _COMPILER_ERRORS: Final = ("BackendCompilerFailed", "InductorError")
 _DONATED: Final = "bw_donated_idxs"
 """Where torch lists the tensors of a forward that its backward may write over."""
+_NO_RECOMPILE: Final = "fail_on_recompile"
+"""The stance under which torch raises where it would compile; its error has no class of its own."""
 _LIMIT_ERRORS: Final = ("FailOnRecompileLimitHit", "RecompileLimitExceeded", "CacheLimitExceeded")
 
 
@@ -145,6 +147,8 @@ def run(found: Compiled, qkv: tuple[Tensor, Tensor, Tensor], mask: Blocked, scor
             raise NotCompiledError(_limit_message(found)) from error
         if names.intersection(_COMPILER_ERRORS):
             raise NotCompiledError(_failure_message(found, error)) from error
+        if _NO_RECOMPILE in str(error):
+            raise _not_here(found.backend, f'torch.compiler.set_stance("{_NO_RECOMPILE}")') from error
         # Where an interrupt met the import of dynamo, that has gaps for the rest of the process.
         has_gaps = isinstance(error, AttributeError | ImportError) and not found.seconds
         if found.backend == "flex" and not has_gaps:
@@ -167,8 +171,11 @@ def _allow_second_backward(out: Tensor) -> None:
 
 
 def _drop(found: Compiled) -> None:
-    """Forget a structure that was never compiled: what `torch.compile` made may refuse for ever."""
-    _COMPILED.drop(lambda known: known is found and not found.seconds)
+    """Forget a structure that may refuse for ever: never compiled, or met while dynamo is switched off.
+
+    dynamo skips the code of what it met then, also where it compiled that before.
+    """
+    _COMPILED.drop(lambda known: known is found and (not found.seconds or torch._dynamo.config.disable))
 
 
 _TEMPLATE: Final = """
@@ -259,10 +266,17 @@ def _block_mask_maker(size: tuple[int, int]) -> Callable[..., flex.BlockMask]:
 
 
 def _refuse(backend: str) -> None:
-    raise NotCompiledError(
+    raise _not_here(backend, f"a plain call ({_why_plain()})")
+
+
+def _not_here(backend: str, got: str) -> NotCompiledError:
+    """Return the error of a call that is compiled as soon as what surrounds it is another."""
+    error = NotCompiledError(
         f"backend {backend} requires torch.compile to compile its call, because uncompiled it computes all"
-        f" scores at once; got a plain call ({_why_plain()}); remove that, or pass another backend."
+        f" scores at once; got {got}; remove that, or pass another backend."
     )
+    error.lasts = False
+    return error
 
 
 def _why_plain() -> str:

@@ -41,8 +41,18 @@ def is_count(value: object) -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Return whether values can be read without waiting for a device: on the CPU, and no tracer's tensor."""
-    return tensor.device.type == "cpu" and type(tensor).__name__ not in _TRACED
+    """Return whether values can be read without waiting for a device.
+
+    They lie on the CPU, and neither a tracer nor a functorch transform holds the tensor.
+    """
+    if tensor.device.type != "cpu" or type(tensor).__name__ in _TRACED:
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        # A transform's tensor has no memory of its own.
+        return False
+    return True
 
 
 def alignment(value: str) -> None:

@@ -13,15 +13,18 @@ if TYPE_CHECKING:
     from attnroute.policy import Policy
 
 
-def render_reroute(failed: Decision, now: Decision, said: str) -> str:
+def render_reroute(failed: Decision, now: Decision, said: str, *, lasts: bool = True) -> str:
     """Return the text of a RerouteWarning: who refused what, who runs it, what to report, how to ban it.
 
     Args:
         failed: The decision for the backend that refused.
         now: The decision that was made without it.
         said: What the package said, in one line.
+        lasts: Such calls will be refused again, whatever surrounds them.
     """
     backend = failed.selected or ""
+    if not lasts:
+        return printable(f"{said} {now.selected} runs this call instead. {_ban(backend)}")
     return printable(
         f"backend {backend} refused a call before its kernel was launched ({said}); {now.selected} runs it"
         f" and every call like it in this process. {_report(failed, backend)} {_ban(backend)}"

@@ -198,3 +198,31 @@ def test_gradients_see_the_same_dropout_as_the_output(backend):
 
     # The output is linear in the values, so the gradient is the same at any of them.
     assert torch.autograd.gradcheck(run, (value,))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"dropout_p": 0.4},
+        {"window": (3, 1)},
+        {"alibi_slopes": torch.rand(2)},
+        {"sink": torch.rand(2)},
+        {"mask": masks.KeyPadding(lengths=[5, 9])},
+        {"mask": masks.Documents(lengths=[4, 5]) | masks.Window(1)},
+    ],
+)
+def test_a_default_device_without_memory_changes_nothing(options):
+    """What is made on the way of a call lies where its tensors lie, whatever new tensors get by default."""
+    inputs = [torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3)]
+
+    def run():
+        torch.manual_seed(0)
+        out = attnroute.attention(*inputs, **options)
+        return out, *torch.autograd.grad(out.sum(), inputs)
+
+    want = run()
+    with torch.device("meta"):
+        got = run()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)

@@ -156,3 +156,20 @@ def test_a_second_derivative_that_nobody_announced_is_an_error_and_never_a_wrong
         first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
         with pytest.raises(RuntimeError if backend == "flash" else attnroute.AttnRouteError):
             torch.autograd.grad(first[0].sum(), inputs)
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted:UserWarning")
+def test_sums_of_sequences_for_each_sample():
+    """Inside of vmap nobody can read sums, so they are taken as those of a device are: unread."""
+    packed = [torch.randn(9, heads, 8) for heads in (4, 2, 2)]
+    padded = [torch.randn(1, heads, 9, 8) for heads in (4, 2, 2)]
+    sums = torch.tensor([[0, 4, 9], [0, 7, 9]], dtype=torch.int32)
+
+    def thd(one):
+        return attnroute.attention(*packed, layout="thd", cu_seqlens_q=one, is_causal=True)
+
+    def documents(one):
+        return attnroute.attention(*padded, masks.Documents(cu_seqlens=one))
+
+    for run in (thd, documents):
+        close(torch.vmap(run)(sums), torch.stack([run(one) for one in sums]).double())

@@ -201,6 +201,38 @@ def test_a_stance_that_compiles_nothing_is_refused(traced_only, compiled):
     assert len(entry.seconds) == 1
 
 
+SURROUNDINGS = {
+    "force_eager": lambda: torch.compiler.set_stance("force_eager"),
+    "fail_on_recompile": lambda: torch.compiler.set_stance("fail_on_recompile"),
+    "eager_on_recompile": lambda: torch.compiler.set_stance("eager_on_recompile"),
+    "switched off": lambda: torch._dynamo.config.patch(disable=True),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_a_refusal_ends_with_its_reason(traced_only, name, compiled):
+    """Another backend runs the calls that stand where nothing is compiled, and no other call."""
+    mask = PrefixLM([3, 4]) & Window(9)
+    given = torch.randn(3, 2, 4, 150, 16)
+    shorter = given[:, :, :, :140]
+    with torch.no_grad():
+        if compiled:
+            attnroute.attention(*given, mask, backend="flex")
+        with SURROUNDINGS[name]():
+            with pytest.raises(NotCompiledError, match=r"requires torch\.compile to compile"):
+                attnroute.attention(*shorter, mask, backend="flex")
+            with pytest.warns(attnroute.RerouteWarning, match="runs this call instead"):
+                out = attnroute.attention(*shorter, mask, prefer="flex")
+        torch.testing.assert_close(attnroute.attention(*shorter, mask, backend="chunked"), out)
+        assert attnroute.explain(*shorter, mask, prefer="flex").selected == "flex"
+        compilations = sum(len(entry.seconds) for entry in _flex_compile.entries())
+        for tensors in (shorter, given):
+            again = attnroute.attention(*tensors, mask, prefer="flex")
+            torch.testing.assert_close(attnroute.attention(*tensors, mask, backend="flex"), again)
+    assert sum(len(entry.seconds) for entry in _flex_compile.entries()) > compilations
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_dispatch_mode_is_refused(traced_only, compiled):
     if compiled:
