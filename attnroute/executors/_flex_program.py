@@ -135,7 +135,8 @@ def _of_band(mask: LoweredMask, extent: Extent, size: tuple[int, int], cute: boo
 
 def _expressed(mask: LoweredMask, extent: Extent, cute: bool) -> Part:
     # At the bottom right the limits of a band change with every length.
-    names = Names("m", constants=extent.seqlen_q == extent.seqlen_kv, cute=cute)
+    constants = extent.seqlen_q == extent.seqlen_kv
+    names = Names("m", constants=constants, cute_heads=extent.num_heads_q if cute else 0)
     return _part(expression(mask, names, extent.device), names)
 
 
@@ -176,7 +177,7 @@ def scored(inputs: Inputs, *, cute: bool = False) -> Part:
         inputs: The call.
         cute: The expression becomes code of CuTe DSL.
     """
-    names, text = Names("s", cute=cute), "s"
+    names, text = Names("s", cute_heads=inputs.query.shape[1] if cute else 0), "s"
     if inputs.softcap:
         text = f"{inputs.softcap} * torch.tanh({text} / {inputs.softcap})"
     if inputs.score_mod is not None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 SCALARS_KEPT: Final = 256
 """Numbers kept as tensors on a device: offsets and window sizes."""
-_ONE: Final = (1,)
+_VARIES: Final = 2
+"""The least size of a dimension whose index is not taken for the constant 0."""
 CONSTANT_BANDS: Final = 8
 """Different limits of bands that are compiled as constants; a model has one or two."""
 EVERYBODY: Final = "j >= 0"
@@ -39,7 +40,7 @@ class Names:
     Attributes:
         prefix: Starts every name.
         constants: Limits of bands may be numbers of the text: not where they follow the lengths.
-        cute: The text becomes code of CuTe DSL, which reads tensors only at an index that varies.
+        cute_heads: Query heads, where the text becomes code of CuTe DSL; 0 elsewhere.
         tensors: The tensors; a tensor that comes twice has one name.
         functions: The functions.
         squeezed: The tensors that stand in `tensors` without some dimensions of size 1, and these, by name.
@@ -47,7 +48,7 @@ class Names:
 
     prefix: str
     constants: bool = True
-    cute: bool = False
+    cute_heads: int = 0
     tensors: list[Tensor] = field(default_factory=list)
     functions: list[Callable[..., Any]] = field(default_factory=list)
     squeezed: dict[str, tuple[Tensor, tuple[int, ...]]] = field(default_factory=dict)
@@ -73,13 +74,18 @@ class Names:
         return name
 
     def number(self, value: int, device: torch.device) -> str:
-        """Return the expression of a number that stands in a tensor, so that it may change.
-
-        torch's code for CuTe DSL takes no tensor without a dimension, nor an index that is a constant.
-        """
-        if self.cute:
-            return f"{self.tensor(scalar(value, device, _ONE))}[j * 0]"
+        """Return the expression of a number that stands in a tensor, so that it may change."""
+        if self.cute_heads:
+            return self.same_for_heads(scalar(value, device, (max(self.cute_heads, _VARIES),)))
         return self.tensor(scalar(value, device))
+
+    def same_for_heads(self, tensor: Tensor) -> str:
+        """Return the expression of a number that a tensor holds once for each head.
+
+        torch's code for CuTe DSL takes no tensor without a dimension and no constant index, and an index like
+        `j * 0` is made one before it gets there.
+        """
+        return f"{self.tensor(tensor)}[h]"
 
     def function(self, function: Callable[..., Any]) -> str:
         """Return the name of a function."""
@@ -124,9 +130,11 @@ def _kept_scalar(value: int, device: torch.device, shape: tuple[int, ...]) -> Te
 def entry(tensor: Tensor, names: Names) -> str:
     """Return the expression of an entry of a four-dimensional tensor, dimensions of size 1 broadcasting."""
     has = [n > 1 for n in tensor.shape]
-    if tensor.device.type == "cpu" and not names.cute:
+    if tensor.device.type == "cpu" and not names.cute_heads:
         return _flat_entry(tensor, has, names)
     if not any(has):
+        if names.cute_heads:
+            return names.same_for_heads(tensor.reshape(1).repeat(max(names.cute_heads, _VARIES)))
         return f"{names.tensor(tensor.view(-1))}[j * 0]"
     return _indexed(tensor, "bhij", names)
 

@@ -66,12 +66,19 @@ def test_the_expression_of_a_mask_is_the_mask(drawn):
 def test_for_cute_dsl_no_tensor_is_read_but_at_an_index_that_varies(drawn):
     """Neither a tensor without a dimension nor a constant index: pytorch#177813."""
     mask, extent = drawn
-    names = Names("m", constants=False, cute=True)
+    names = Names("m", constants=False, cute_heads=extent.num_heads_q)
     text = expression(mask.lower(FULL, extent), names, CPU)
     for read in re.findall(r"\bm\d+\b(\[[^\[\]]*\])?", text):
         assert all(re.search(r"\b[bhij]\b", index) for index in read[1:-1].split(",")), text
     assert all(t.dim() for t in names.tensors)
-    assert torch.equal(asked(mask, extent, Names("m", constants=False, cute=True)), written_out(mask, extent))
+    # What is multiplied by zero, or indexes a single entry, is a constant again when the code is made.
+    assert "* 0" not in text
+    for name in re.findall(r"\bm(\d+)\[h\]", text):
+        assert names.tensors[int(name)].shape[0] > 1 or extent.num_heads_q == 1
+    assert torch.equal(
+        asked(mask, extent, Names("m", constants=False, cute_heads=extent.num_heads_q)),
+        written_out(mask, extent),
+    )
 
 
 @settings(max_examples=150, deadline=None)
