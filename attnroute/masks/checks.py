@@ -151,23 +151,9 @@ def documents(
             raise argument_error(f"mask Documents {name}", required, tuple(tensor.shape), to_do)
 
 
-def values_of(name: str, sums: Tensor) -> list[int]:
-    """Return the values of a CPU tensor.
-
-    Raises:
-        ArgumentError: It has none of its own, because a transform maps it.
-    """
-    try:
-        values: list[int] = sums.tolist()
-    except RuntimeError:
-        required, got = "prefix sums with values", "a tensor inside of torch.vmap or another transform"
-        raise argument_error(name, required, got, "map the others and call once for each") from None
-    return values
-
-
 def prefix_sums(sums: Tensor, seqlen: int) -> None:
     """Sums that rise from 0 to the sequence length. Reads the values, so call it for a CPU tensor only."""
-    values = values_of("mask Documents cu_seqlens", sums)
+    values = sums.tolist()
     if values != sorted(values) or (values[0], values[-1]) != (0, seqlen):
         to_do = "add the missing tokens as a document of their own"
         raise argument_error(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnroute.errors import argument_error
-from attnroute.masks.checks import is_readable, values_of
+from attnroute.masks.checks import is_readable
 from attnroute.masks.tensors import remember, remember_pair
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def check_sums(name: str, sums: Tensor, total: int) -> None:
     """Raise unless sums rise from 0 to a number of tokens; those on a device are not looked at."""
     if torch.compiler.is_compiling() or not is_readable(sums):
         return
-    values = values_of(name, sums)
+    values = sums.tolist()
     if values != sorted(values) or (values[0], values[-1]) != (0, total):
         required = f"prefix sums that rise from 0 to the {total} tokens there are"
         raise argument_error(name, required, values, "pass 0 and then the end of each sequence")

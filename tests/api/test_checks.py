@@ -265,20 +265,3 @@ def test_enable_grad_inside_of_inference_mode_records_nothing_as_stock(train):
 def test_an_argument_error_is_what_stock_raises_and_a_value_error(kind):
     with pytest.raises(kind, match="key requires query's head_dim"):
         attnroute.attention(QUERY, QUERY[..., :4], QUERY)
-
-
-ONE_ROW = QUERY[:1, :, :6]
-MAPPED = {
-    "packed": lambda sums: attnroute.attention(*[PACKED] * 3, layout="thd", cu_seqlens_q=sums),
-    "packed keys": lambda sums: attnroute.attention(
-        *[PACKED] * 3, layout="thd", cu_seqlens_q=SUMS, cu_seqlens_kv=sums
-    ),
-    "documents": lambda sums: attnroute.attention(*[ONE_ROW] * 3, masks.Documents(cu_seqlens=sums)),
-}
-
-
-@pytest.mark.parametrize("call", MAPPED.values(), ids=MAPPED)
-def test_prefix_sums_that_are_mapped_are_refused_in_a_sentence(call):
-    said = r"cu_seqlens(_q|_kv)? requires prefix sums with values; got a tensor inside of torch.vmap"
-    with pytest.raises(ArgumentError, match=said):
-        torch.vmap(call)(torch.stack([SUMS, SUMS]))

@@ -158,18 +158,32 @@ def test_a_second_derivative_that_nobody_announced_is_an_error_and_never_a_wrong
             torch.autograd.grad(first[0].sum(), inputs)
 
 
+PACKED = [torch.randn(9, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+ONE_ROW = [torch.randn(1, heads, 9, 8, requires_grad=True) for heads in (4, 2, 2)]
+SUMS = torch.tensor([[0, 4, 9], [0, 7, 9], [0, 0, 9]], dtype=torch.int32)
+MAPPED = {
+    "packed": (PACKED, lambda sums: {"layout": "thd", "cu_seqlens_q": sums}),
+    "packed queries": (
+        PACKED,
+        lambda sums: {"layout": "thd", "cu_seqlens_q": sums, "cu_seqlens_kv": SUMS[0]},
+    ),
+    "packed keys": (PACKED, lambda sums: {"layout": "thd", "cu_seqlens_q": SUMS[0], "cu_seqlens_kv": sums}),
+    "documents": (ONE_ROW, lambda sums: {"mask": masks.Documents(cu_seqlens=sums)}),
+}
+
+
 @pytest.mark.filterwarnings("ignore:torch.searchsorted:UserWarning")
-def test_sums_of_sequences_for_each_sample():
+@pytest.mark.parametrize("causal", [{}, {"is_causal": True, "causal_alignment": "bottom_right"}])
+@pytest.mark.parametrize("case", MAPPED)
+def test_sums_of_sequences_for_each_sample(case, causal):
     """Inside of vmap nobody can read sums, so they are taken as those of a device are: unread."""
-    packed = [torch.randn(9, heads, 8) for heads in (4, 2, 2)]
-    padded = [torch.randn(1, heads, 9, 8) for heads in (4, 2, 2)]
-    sums = torch.tensor([[0, 4, 9], [0, 7, 9]], dtype=torch.int32)
+    inputs, options = MAPPED[case]
 
-    def thd(one):
-        return attnroute.attention(*packed, layout="thd", cu_seqlens_q=one, is_causal=True)
+    def run(sums):
+        return attnroute.attention(*inputs, **options(sums), **causal)
 
-    def documents(one):
-        return attnroute.attention(*padded, masks.Documents(cu_seqlens=one))
-
-    for run in (thd, documents):
-        close(torch.vmap(run)(sums), torch.stack([run(one) for one in sums]).double())
+    got, want = torch.vmap(run)(SUMS), torch.stack([run(sums) for sums in SUMS])
+    close(got, want.double())
+    pairs = [torch.autograd.grad(out.square().sum(), inputs) for out in (got, want)]
+    for mapped, one_by_one in zip(*pairs, strict=True):
+        close(mapped, one_by_one.double())

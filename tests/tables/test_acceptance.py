@@ -25,7 +25,7 @@ from attnroute.tables.versions import contains
 DATA = Path(__file__).parent / "data"
 DEVIATIONS_PAGE = Path(__file__).parents[2] / "docs" / "deviations.md"
 BACKENDS = ("flash", "cudnn", "efficient")
-NOT_OF_TORCH = ("math", "chunked", "flex", "fa2", "fa3", "fa4", "cudnn_fe", "te")
+NOT_OF_TORCH = ("math", "chunked", "flex", "fa2", "fa3", "fa4", "cudnn_fe", "te", "triton")
 """Beginnings of the files about what torch's selector does not choose, or never refuses."""
 TABLES = load()
 RECORDS = [
