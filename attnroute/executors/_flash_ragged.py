@@ -78,8 +78,13 @@ def misses_keys(inputs: Inputs) -> bool:
     return seqlen_q > seqlen_kv and (right is None or right >= seqlen_kv)
 
 
-def run(inputs: Inputs, ragged: Ragged) -> tuple[Any, ...]:
+def run(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> tuple[Any, ...]:
     """Run the kernel on sequences.
+
+    Args:
+        inputs: The call.
+        ragged: Its sequences.
+        reads_lse: Somebody reads the log-sum-exp: the caller, a sink or a backward.
 
     Returns:
         Output and log-sum-exp in the shapes of the inputs, then what the backward takes: its state of
@@ -95,8 +100,10 @@ def run(inputs: Inputs, ragged: Ragged) -> tuple[Any, ...]:
         right = None
     if left is not None or right:
         longest_kv = max(longest_kv, longest_q, 1 if right is None else right + 1)
-    if longest_q == 1 and query.shape[0] != sums_q.shape[0] - 1:
-        # With a bound of one the kernel counts on one query in every sequence, empty ones included.
+    if longest_q == 1 and (reads_lse or query.shape[0] != sums_q.shape[0] - 1):
+        # With a bound of one the kernel counts on one query in every sequence, empty ones included, and takes
+        # the query heads of a key head for queries. Where it then splits the keys, or a row has none, it
+        # writes the log-sum-exp into the places of others (Dao-AILab/flash-attention#2573).
         longest_q = 2
     out, lse, seed, offset, *_ = torch.ops.aten._flash_attention_forward.default(
         query,

@@ -87,7 +87,8 @@ def blocked(inputs: Inputs, size: tuple[int, int] | None = None, *, cute: bool =
         # (pytorch#188322), and it sees none in a conjunction.
         text = f"mf0(b, h, i, j) & ({EVERYBODY})" if cute else "mf0(b, h, i, j)"
         asked = Part(text, (), (given.mask_mod,))
-        return Blocked(asked, _tensors(given), tuple(given.BLOCK_SIZE))
+        lists = _tensors(given)
+        return Blocked(asked, _with_full(lists) if cute else lists, tuple(given.BLOCK_SIZE))
     query, key = inputs.query, inputs.key
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
     size = size or BLOCK
@@ -155,6 +156,18 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many blocks of each row are set, and their columns, set ones first."""
     columns = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), columns.to(torch.int32).contiguous()
+
+
+def _with_full(lists: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Add empty lists of whole blocks, which torch's code for CuTe DSL asks for."""
+    count, places, full, _, count_q, places_q, *_ = lists
+    if full is not None:
+        return lists
+    empty, empty_q = (
+        (None if t is None else torch.zeros_like(t) for t in pair)
+        for pair in ((count, places), (count_q, places_q))
+    )
+    return count, places, *empty, count_q, places_q, *empty_q
 
 
 def _tensors(block_mask: BlockMask) -> tuple[Tensor | None, ...]:

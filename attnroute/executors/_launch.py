@@ -25,9 +25,10 @@ _LINE_LIMIT: Final = 200
 """Characters of what a package said that are kept."""
 _COLORS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _NO_REFUSALS: Final = frozenset(
-    {"AcceleratorError", "DSLCudaRuntimeError", "MemoryError", "OutOfMemoryError"}
+    {"AcceleratorError", "DSLCudaRuntimeError", "MemoryError", "OutOfMemoryError", "_StopRecomputationError"}
 )
-"""Names of exceptions: older versions of torch lack some, and the last of them is no part of torch."""
+"""Names of exceptions: older versions of torch lack some, and one is no part of torch. With the last one
+activation checkpointing ends a recompute that has made all that is needed."""
 _DEVICE_WORDS: Final = re.compile(
     r"cuda (driver |runtime )?error|cudaerror|cuda_error_|hip error|triton error|device-side assert"
     r"|out of memory|cudnn_status_(execution_failed|internal_error)",

@@ -55,7 +55,8 @@ def backward(inputs: Inputs, plan: Plan, ran: Ran, grad_out: Tensor, _: Wanted) 
 def _cuda(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
     """Return output and log-sum-exp in the shapes of the inputs, then what the operator's backward takes."""
     if "to_varlen" in plan.repairs:
-        return _flash_ragged.run(inputs, _flash_ragged.rows_of(inputs, training=plan.training))
+        ragged = _flash_ragged.rows_of(inputs, training=plan.training)
+        return _flash_ragged.run(inputs, ragged, reads_lse=_reads_lse(plan))
     if _is_plain(inputs):
         causal = inputs.mask.band_hi is not None
         operator = operator_of("_scaled_dot_product_flash_attention", inputs.query)
@@ -63,8 +64,12 @@ def _cuda(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
             inputs.query, inputs.key, inputs.value, inputs.dropout_p, causal, False, scale=inputs.scale
         )
     if _flash_ragged.misses_keys(inputs):
-        return _flash_ragged.run(inputs, _flash_ragged.whole_rows(inputs))
+        return _flash_ragged.run(inputs, _flash_ragged.whole_rows(inputs), reads_lse=_reads_lse(plan))
     return _window(inputs)
+
+
+def _reads_lse(plan: Plan) -> bool:
+    return plan.training or plan.return_lse or "sink_from_lse" in plan.repairs
 
 
 def _settled(lse: Tensor) -> Tensor:

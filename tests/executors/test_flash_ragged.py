@@ -6,6 +6,7 @@ What torch's own kernel makes of them is tested in tests/gpu/test_cuda_ragged.py
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -232,15 +233,29 @@ def test_one_document_beside_padding_is_no_document(kernel):
 
 def test_decoding_keeps_one_query_per_sequence(kernel):
     """Only then may the kernel treat the heads that share a key head as queries."""
+    silent = replace(plan_of("to_varlen"), return_lse=False)
     for mask in (masks.KeyPadding(lengths=[3, 0, 6]), masks.KeyPadding(left=[3, 6, 0])):
         inputs = inputs_of(mask, 3, 1, 6)
-        check(inputs, mask, *flash.run(inputs, plan_of("to_varlen")))
+        want, lse = flash.run(inputs, plan_of("to_varlen"))
+        check(inputs, mask, want, lse)
+        out, _ = flash.run(inputs, silent)
+        torch.testing.assert_close(out, want)
         assert (kernel.calls[-1].longest_q, kernel.calls[-1].used.numel()) == (1, 3)
     sums_kv = torch.tensor([0, 4, 5, 9])
     mask = Ragged(torch.tensor([0, 1, 2, 3]), sums_kv, 1, 4, right=0, alignment="bottom_right")
     inputs = inputs_of(mask, 1, 3, 9)
-    check(inputs, mask, *flash.run(inputs, plan_of("to_varlen")))
+    flash.run(inputs, silent)
     assert (kernel.calls[-1].longest_q, kernel.calls[-1].window) == (1, (None, None))
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("repairs", [("to_varlen",), ("to_varlen", "sink_from_lse")])
+def test_whoever_reads_the_log_sum_exp_of_single_queries_keeps_heads_apart(kernel, repairs, train):
+    """Where heads stand in for queries the kernel may put it into wrong places: flash-attention#2573."""
+    mask = masks.KeyPadding(lengths=[3, 0, 6])
+    plan = replace(plan_of(*repairs, training=train), return_lse=not train and len(repairs) == 1)
+    flash.run(inputs_of(mask, 3, 1, 6), plan)
+    assert kernel.calls[-1].longest_q == 2
 
 
 def test_the_log_sum_exp_of_older_kernels_is_padded():

@@ -20,6 +20,7 @@ import attnroute
 from attnroute import masks
 from attnroute.errors import AttnRouteError, KernelRefusedError, NotCompiledError
 from attnroute.executors import _first_call, _flex_compile, flex, flex_fa4
+from attnroute.executors._flex_program import blocked
 from attnroute.executors._inputs import Inputs, Plan
 from attnroute.masks.mods import CONSTANT_BANDS
 
@@ -153,6 +154,21 @@ def test_given_blocks_are_never_beside_a_mask_that_torch_takes_for_none(graphs):
     _, mask = read_by(graphs[0])
     (last,) = (n for n in mask.graph.nodes if n.op == "output")
     assert "and" in str(last.args[0].target), mask.graph
+
+
+def test_given_blocks_without_whole_ones_get_an_empty_list_of_these(graphs):
+    """torch's code for CuTe DSL takes no lists of blocks without one of whole blocks."""
+    counts, columns = torch.ones(1, 1, 2, dtype=torch.int32), torch.tensor([[[[0, 1], [1, 0]]]]).int()
+    given = BlockMask.from_kv_blocks(counts, columns, BLOCK_SIZE=128, mask_mod=noop_mask)
+    assert given.full_kv_num_blocks is None
+    inputs = inputs_of(masks.Blocks(given), 256)
+    for cute in (True, False):
+        lists = blocked(inputs, cute=cute).blocks
+        assert lists[0] is given.kv_num_blocks
+        assert (lists[2] is None, lists[6] is None) == (not cute, not cute)
+    assert not blocked(inputs, cute=True).blocks[2].any()
+    run(inputs)
+    assert graphs
 
 
 @pytest.mark.parametrize(("backend", "raised"), [("flex", ValueError), ("flex_fa4", KernelRefusedError)])

@@ -28,7 +28,13 @@ def torch(release):
     return {"versions": {**NEWEST, "torch": release}}
 
 
+SHARED = TRAINING | {"num_heads_kv": 2}
+DENSE = {"mask": ({"kind": "dense", "shape": (1, 8, 512, 512)},)}
+HEADS = "any/flex_fa4/backward-shared-heads-read-the-head"
 CASES = [
+    *(Case(HEADS, "sm_90", SHARED | ALIBI, taken) for taken in ({"phase": "inference"}, {"num_heads_kv": 8})),
+    Case(HEADS, "sm_100", SHARED | {"bias": {"kind": "function"}}, {"bias": None, "softcap": 9.0}),
+    Case(HEADS, "sm_90", SHARED | DENSE, causal()),
     Case(
         "any/flex_fa4/log-sum-exp-before-torch-2-13",
         "sm_90",

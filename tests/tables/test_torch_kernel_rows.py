@@ -30,7 +30,6 @@ def triton(release):
     return {"versions": {"triton": release}}
 
 
-SINGLE = THD | heads(8, 2) | lengths(1, 64)
 FLEX = "shared/flex_triton"
 UNEQUAL = "sm_90/cudnn/backward-unequal-head-dims-9-11"
 CASES = {
@@ -48,16 +47,6 @@ CASES = {
             TRAINING | dims(200) | heads(16) | {"batch": 16} | lengths(32896, 128),
             dims(192),
         ),
-        *(
-            Case("shared/flash_cuda/ragged-single-query-log-sum-exp", "sm_90", SINGLE | refused, taken)
-            for refused, taken in [
-                ({"return_lse": True}, {"return_lse": False}),
-                ({"sink": True}, lengths(2, 64)),
-                ({"return_lse": True}, {"layout": "bhsd"}),
-            ]
-        ),
-        Case("shared/flash_cuda/ragged-backward-single-query", "sm_80", SINGLE | TRAINING, heads(8)),
-        Case("shared/flash_cuda/ragged-backward-single-query", "sm_120", SINGLE | TRAINING, lengths(2, 64)),
         Case(
             "shared/flash_cuda/ragged-backward-offsets-32-bit",
             "sm_90",
