@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ from attnroute.executors._chunked_call import Call, Saved, plain
 from attnroute.executors._chunked_forward import run_forward
 from attnroute.executors._chunked_functions import Reads, reads_of
 from attnroute.executors._chunked_tile import Extras, Spec
+from attnroute.executors._chunked_whole import Weights, backward_whole, forward_whole, is_whole
 
 EXTRAS = len(Extras.__slots__)
+_NO_WEIGHTS: Final = (None,) * len(Weights._fields)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -27,7 +29,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec
             out, lse = _Chunked.apply(spec, reads, *inputs)  # type: ignore[no-untyped-call]
             return out, lse
     with plain(query):
-        saved = run_forward(Call.build(query, key, value, extras, spec))
+        call = Call.build(query, key, value, extras, spec)
+        saved = forward_whole(call, want_slope=False)[0] if is_whole(call) else run_forward(call)
         return saved.out, saved.lse
 
 
@@ -38,23 +41,28 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         extras = rest[:EXTRAS]
         with plain(query):
-            saved = run_forward(Call.build(query, key, value, Extras(*extras), spec, reads.trained))
+            call = Call.build(query, key, value, Extras(*extras), spec, reads.trained)
+            weights: Weights | tuple[None, ...] = _NO_WEIGHTS
+            if is_whole(call):
+                saved, weights = forward_whole(call, want_slope=spec.softcap != 0.0)
+            else:
+                saved = run_forward(call)
             lse = saved.lse
         # The functions go on reading the tensors themselves, so those are kept beside what autograd keeps of
         # them, which serves to notice their changes.
         ctx.spec, ctx.trained = spec, reads.trained
-        ctx.save_for_backward(*saved, query, key, value, *extras, *reads.watched)
+        ctx.save_for_backward(*saved, query, key, value, *extras, *weights, *reads.watched)
         return saved.out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         wanted = Wanted(*ctx.needs_input_grad[2 : 2 + len(Wanted._fields)])
-        tensors = ctx.saved_tensors[: 6 + EXTRAS]
+        tensors = ctx.saved_tensors[: 6 + EXTRAS + len(_NO_WEIGHTS)]
 
         def of_sample(*grads: Tensor) -> Gradients:
-            made: Gradients = _ChunkedGrad.apply(  # type: ignore[no-untyped-call]
-                ctx.spec, ctx.trained, wanted, *grads, *tensors
-            )
+            # Only what is recorded can be differentiated again.
+            first = _ChunkedGrad.apply if torch.is_grad_enabled() else _first_derivative
+            made: Gradients = first(ctx.spec, ctx.trained, wanted, *grads, *tensors)
             return made
 
         grads = in_turn(of_sample, grad_out, grad_lse)
@@ -62,24 +70,30 @@ class _Chunked(torch.autograd.Function):
         return None, None, *grads[: len(wanted)], *masks, *grads[len(wanted) :]
 
 
+def _first_derivative(
+    spec: Spec,
+    trained: tuple[Tensor, ...],
+    wanted: Wanted,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    *tensors: Tensor,
+) -> Gradients:
+    (query, key, value, *extras), weights = tensors[3 : 6 + EXTRAS], tensors[6 + EXTRAS :]
+    with plain(query):
+        call, saved = Call.build(query, key, value, Extras(*extras), spec, trained), Saved(*tensors[:3])
+        if weights[0] is None:
+            grads = run_backward(call, saved, grad_out, grad_lse, wanted)
+        else:
+            grads = backward_whole(call, saved, Weights(*weights), grad_out, grad_lse, wanted)
+    return *grads[:-1], *grads.trained
+
+
 class _ChunkedGrad(torch.autograd.Function):
     """The first derivative; a function of its own so that asking for a second one meets a clear error."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        spec: Spec,
-        trained: tuple[Tensor, ...],
-        wanted: Wanted,
-        grad_out: Tensor,
-        grad_lse: Tensor,
-        *tensors: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        query, key, value, *extras = tensors[3:]
-        with plain(query):
-            call = Call.build(query, key, value, Extras(*extras), spec, trained)
-            grads = run_backward(call, Saved(*tensors[:3]), grad_out, grad_lse, wanted)
-        return *grads[:-1], *grads.trained
+    def forward(ctx: Any, *arguments: Any) -> Gradients:
+        return _first_derivative(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

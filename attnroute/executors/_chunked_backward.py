@@ -89,7 +89,7 @@ class _Backward:
     def grads(self) -> Grads:
         """Return the gradients in the shapes and dtypes of the inputs."""
         extras = self._call.extras
-        bias, slopes = _as(self._bias, extras.bias), _as(self._slopes, extras.slopes)
+        bias, slopes = as_given(self._bias, extras.bias), as_given(self._slopes, extras.slopes)
         found = () if self._function is None else self._function.grads
         trained = tuple(t.to(like.dtype) for t, like in zip(found, self._call.trained, strict=True))
         return Grads(self._query, self._key, self._value, bias, slopes, self._sink_grad(), trained)
@@ -200,7 +200,7 @@ class _Backward:
             return None
         shift, log_sum, delta = self._stats
         share = (sink.to(shift.dtype)[:, None] - shift).sub_(log_sum).exp_()
-        return _as(share.mul_(delta).sum((0, 2)).neg_(), sink)
+        return as_given(share.mul_(delta).sum((0, 2)).neg_(), sink)
 
     def _zeros_like(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -225,7 +225,8 @@ def _store(full: Tensor | None, part: Tensor | None, chunk: Chunk) -> None:
         target.copy_(part.view(target.shape))
 
 
-def _as(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
+def as_given(grad: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """Return a gradient in the shape and dtype of what it belongs to; None where one is missing."""
     if grad is None or like is None:
         return None
     return grad.reshape(like.shape).to(like.dtype)

@@ -6,7 +6,7 @@ half precision is widened to float32 first, one chunk at a time. float64 stays f
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -216,12 +216,12 @@ class Buffers:
 def plain(query: Tensor) -> Iterator[None]:
     """Keep autocast from narrowing the matmuls, and launch kernels on the device of `query`."""
     device = query.device
-    with torch.autocast(device.type, enabled=False):
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
         if device.type == "cuda":
-            with torch.cuda.device(device):
-                yield
-        else:
-            yield
+            stack.enter_context(torch.cuda.device(device))
+        yield
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, accumulate: bool = False) -> None:

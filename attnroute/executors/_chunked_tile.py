@@ -121,11 +121,9 @@ class TileSource:
         self._device = scores_like.device
         self._ids_q, self._ids_kv = _document_ids(shape, spec.limits, extras, scores_like.device)
         self._generator: torch.Generator | None = None
-        if spec.dropout_p > 0.0:
-            self._generator = torch.Generator(device=scores_like.device).manual_seed(spec.seed)
 
-    def tile(self, chunk: Chunk, block: Block, j0: int, j1: int) -> Tile:
-        """Return the tile of `block` against keys [j0, j1)."""
+    def tile(self, chunk: Chunk, block: Block, j0: int, j1: int, *, dropout: bool = True) -> Tile:
+        """Return the tile of `block` against keys [j0, j1), its drop mask drawn if there is dropout."""
         size = (chunk.b1 - chunk.b0, chunk.h1 - chunk.h0, self._shape.group, block.i1 - block.i0, j1 - j0)
         return Tile(
             shape=size,
@@ -137,7 +135,7 @@ class TileSource:
             bias=None if self.bias is None else cut(self.bias, chunk, block, j0, j1),
             slopes=None if self.slopes is None else cut(self.slopes, chunk, block, j0, j1),
             allow=self._allow(chunk, block, j0, j1),
-            keep=self._keep(size),
+            keep=self._keep(size) if dropout else None,
             keep_scale=self._spec.keep_scale,
         )
 
@@ -168,9 +166,11 @@ class TileSource:
         return allow
 
     def _keep(self, size: tuple[int, int, int, int, int]) -> Tensor | None:
-        if self._generator is None:
+        if self._spec.dropout_p <= 0.0:
             return None
-        keep = torch.empty(size, dtype=torch.bool, device=self._generator.device)
+        if self._generator is None:
+            self._generator = torch.Generator(device=self._device).manual_seed(self._spec.seed)
+        keep = torch.empty(size, dtype=torch.bool, device=self._device)
         return keep.bernoulli_(1.0 - self._spec.dropout_p, generator=self._generator)
 
 

@@ -16,6 +16,7 @@ from attnroute.executors._chunked_autograd import attend
 from attnroute.executors._chunked_op import attend_compiled
 from attnroute.executors._chunked_plan import Limits
 from attnroute.executors._chunked_tile import Extras, Spec
+from attnroute.executors._chunked_whole import one_block
 from attnroute.executors._inputs import Inputs, Output, Plan
 from attnroute.masks.lowered import FULL, LoweredMask
 from attnroute.masks.tracing import is_traced
@@ -72,7 +73,7 @@ def chunked_attention(
     `score_mod` makes of them, then plus bias and ALiBi, then masked. They and the softmax are float32
     (float64 for float64 inputs); matmul operands have the input's dtype on CUDA and are widened to float32
     where a device cannot accumulate in float32 otherwise. The backward pass makes the scores again block by
-    block; a second derivative is refused.
+    block, but for small calls on the CPU, whose weights stay; a second derivative is refused.
 
     Args:
         query: (batch, num_heads_q, seqlen_q, head_dim_qk), any strides, float16, bfloat16, float32 or
@@ -107,12 +108,14 @@ def chunked_attention(
 
     Memory beyond inputs, output and gradients is linear in the length. Most of it are the tiles of scores:
     with 16-bit inputs up to 384 MiB forward and 768 MiB backward, whatever the call (a sixteenth on the CPU).
+    Weights that stay on the CPU are at most 2 Mi scores in three tensors (`_chunked_whole.WHOLE`).
     Where functions tell heads or batch rows apart, tiles are a quarter of that, since each tensor that a
     function makes may be as large as a tile. The rest are the float32 gradients of the key heads in work,
     and copies of one chunk's keys, values and query blocks where strides or shared key heads ask for them.
 
-    Block sizes: a quarter of the queries, at least 256 and at most 1024 (64 and 256 on the CPU), against all
-    keys that the mask leaves them, in several tiles where those would hold more than 64 Mi scores (4 Mi).
+    Block sizes: a quarter of the queries, at least 256 and at most 1024 (64 and 256 on the CPU, where small
+    calls are one block), against all keys that the mask leaves them, in several tiles where those would hold
+    more than 64 Mi scores (4 Mi).
     On an H100 (bfloat16, causal, training, head_dim 320 and 512, 4096 to 16384 tokens) that beat blocks of
     256 and 512 queries, and tiles of 16 and 32 Mi, by 5 to 15 % of the device's time and by more of the
     host's; 32 Mi would save 0.4 GiB at 8192 tokens. Training takes 0.14 to 0.33 of the time of EFFICIENT
@@ -124,14 +127,17 @@ def chunked_attention(
     # Drawn on the CPU: it follows torch.manual_seed and activation checkpointing, without a synchronisation.
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout_p else None
     compiling = torch.compiler.is_compiling() or is_traced(query)
+    limits, program = limits_of(mask), program_of(mask)
+    if block_q is None and not compiling and program is None and score_mod is None:
+        block_q = one_block(query, key, limits)
     spec = Spec(
         scale=query.shape[3] ** -0.5 if scale is None else float(scale),
         softcap=float(softcap),
         dropout_p=float(dropout_p),
         seed=0 if seed is None or compiling else int(seed),
-        limits=limits_of(mask),
+        limits=limits,
         block_q=block_q,
-        program=program_of(mask),
+        program=program,
         score_mod=score_mod,
     )
     extras = Extras(
