@@ -196,7 +196,7 @@ class Strides(_Plain):
     """How query, key and value lie in memory, as far as a kernel cares.
 
     `tokens_contiguous`: they are contiguous as (batch, seqlen, num_heads, head_dim), or thd's (total,
-    num_heads, head_dim).
+    num_heads, head_dim). Without a mask it says nothing and stays true.
     """
 
     last_dim_contiguous: bool = True

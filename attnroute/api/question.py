@@ -257,10 +257,12 @@ def _strides(args: Arguments, heads_at: int) -> Strides:
     if args.transform is not None:
         # Inside a functorch transform a tensor has no memory of its own to ask about.
         return Strides()
+    # Only documents and padding, which are masks, can become a ragged batch.
+    places = () if args.mask is None else (t.transpose(1, 2) if heads_at == 1 else t for t in tensors)
     return Strides(
         last_dim_contiguous=all(holds(t.stride(-1) == 1) for t in tensors),
         packed=all(t.is_contiguous() or t.transpose(1, 2).is_contiguous() for t in tensors),
-        tokens_contiguous=all((t.transpose(1, 2) if heads_at == 1 else t).is_contiguous() for t in tensors),
+        tokens_contiguous=all(t.is_contiguous() for t in places),
         aligned_16=all(_aligned(t) for t in tensors),
         kv_heads_expanded=not all(
             holds(t.shape[heads_at] <= 1) or holds(t.stride(heads_at) != 0) for t in tensors[1:]

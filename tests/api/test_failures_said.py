@@ -36,7 +36,7 @@ def test_the_warning_tells_the_whole_story(fakes):
     for part in (
         f"backend flash refused a call before its kernel was launched ({SAID})",
         "chunked runs it and every call like it in this process",
-        "please report cpu/flash with this text, for fp32 b2 hq4 hkv4 sq6 skv6 d8 causal tokens_apart on cpu",
+        "please report cpu/flash with this text, for fp32 b2 hq4 hkv4 sq6 skv6 d8 causal on cpu",
         f"torch {host.versions['torch']}",
         'set ATTNROUTE_BACKENDS=-flash or use override(ban="flash")',
     ):
