@@ -13,11 +13,13 @@ masks have the same few tensors and no constants, so that what was compiled for 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -166,19 +168,30 @@ class CarriedMask(Tensor):
     ) -> Any:
         """Answer what the form alone says, keep the pattern where possible, else compute with `dense`."""
         kwargs = kwargs or {}
-        tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        if tracing and func is Tensor.__setitem__ and isinstance(args[0], cls):
+        first = args[0] if args else None
+        tracing = _is_tracing() or (isinstance(first, cls) and first.known is None)
+        if tracing and func is Tensor.__setitem__ and isinstance(first, cls):
             raise _written_in_a_graph()
         if tracing or func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch has no public name for it
                 return func(*args, **kwargs)
-        first = args[0] if args else None
         pattern = first.pattern if isinstance(first, cls) else None
         if isinstance(first, cls) and pattern is not None:
             kept = _kept(func, first, pattern, args[1:], kwargs)
             if kept is not None:
                 return kept
         return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+
+
+def _is_tracing() -> bool:
+    """Whether a tracer asks.
+
+    While torch.compile's own code looks at a graph's inputs, `is_compiling` says no in torch 2.11 and yes in
+    2.13. Its context is asked last, for a graph has no answer to it.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        return True
+    return TracingContext.try_get() is not None
 
 
 def _written_in_a_graph() -> RuntimeError:
@@ -229,7 +242,9 @@ def _of_parts(mask: CarriedMask) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch has no public name for it
         shape, device = mask.shape, mask.device
     offset, left, right = (parts[name] for name in _NUMBERS)
-    return allowed_pairs(shape, offset, left, right, parts["keep"], parts.get("ids"), device)
+    # What is made beside fake tensors must be fake, too, also where their mode is not in force.
+    with offset.fake_mode if isinstance(offset, FakeTensor) else nullcontext():
+        return allowed_pairs(shape, offset, left, right, parts["keep"], parts.get("ids"), device)
 
 
 def _plain(value: object) -> object:

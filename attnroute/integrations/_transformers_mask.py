@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_tracing
 from attnroute.integrations._transformers_carrier import CarriedMask
 from attnroute.integrations._transformers_pattern import Pattern
 from attnroute.integrations._transformers_reader import MaskFunction, Reading, read
+from attnroute.masks.tracing import is_traced
 
 
 def refuse_old_transformers() -> None:
@@ -92,9 +93,9 @@ def make_mask(
 
 
 def _is_unread(value: object) -> bool:
-    """Whether what a tensor says cannot be read: it is on the meta device, or torch.vmap maps over it."""
+    """Whether what a tensor says cannot be read: it is fake, on the meta device, or mapped by torch.vmap."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - torch has no public question
-    return isinstance(value, Tensor) and (value.is_meta or bool(wrapped(value)))
+    return isinstance(value, Tensor) and (is_traced(value) or bool(wrapped(value)))
 
 
 def _pattern(
@@ -116,6 +117,8 @@ def _pattern(
     band = Pattern(*sizes, q_offset - kv_offset, reading.left, reading.right)
     if reading.ids is not None or reading.positions is not None:
         if padding is not None or q_offset or kv_offset:
+            return None
+        if _is_unread(reading.ids) or _is_unread(reading.positions):
             return None
         return _with_documents(band, reading)
     return band if padding is None else _with_padding(band, padding, kv_offset)

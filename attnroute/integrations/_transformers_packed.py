@@ -10,6 +10,7 @@ from attnroute.errors import argument_error
 from attnroute.integrations._transformers_pattern import Pattern
 from attnroute.masks import All, Dense, Documents, Mask
 from attnroute.masks.tensors import remember
+from attnroute.masks.tracing import is_traced
 
 
 def with_cu_seqlens(
@@ -51,8 +52,9 @@ def with_cu_seqlens(
 def _joined(
     mask: Mask | Tensor | None, ids: Tensor | None, cu_q: Tensor, cu_k: Tensor
 ) -> Mask | Tensor | None:
-    # A graph reads no values, so there they must be right, as for `attention()`.
-    if cu_q is not cu_k and not is_compiling() and not torch.equal(cu_q, cu_k):
+    # A tracer reads no values, so there they must be right, as for `attention()`.
+    unread = is_compiling() or is_traced(cu_q) or is_traced(cu_k)
+    if cu_q is not cu_k and not unread and not torch.equal(cu_q, cu_k):
         raise argument_error(
             "cu_seq_lens_k", "the same documents as cu_seq_lens_q", "others", "pass equal ones"
         )

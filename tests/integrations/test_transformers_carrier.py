@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import masking_utils
 from transformers_models import materialized, packed_function
 
@@ -197,6 +200,47 @@ def test_a_graph_computes_with_the_dense_mask(windowed, operation):
     compiled = torch.compile(operation, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(windowed()), operation(windowed().dense()))
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def silent_compiler(monkeypatch):
+    """Have `is_compiling` say no while torch.compile's own code runs, as in torch 2.11."""
+    monkeypatch.setattr(torch.compiler, "_compile_session_context", nullcontext, raising=False)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("silent_compiler")
+@pytest.mark.parametrize("cut", [slice(None), slice(1, None), slice(2, 5)])
+def test_a_compiler_that_does_not_say_so_sees_the_form(windowed, cut):
+    compiled = torch.compile(
+        as_float, backend=(counter := CompileCounterWithBackend("aot_eager")), fullgraph=True
+    )
+    for _ in range(3):
+        mask = windowed()[:, :, :, cut]
+        assert torch.equal(compiled(mask), as_float(windowed().dense()[..., cut]))
+        assert mask.made is None
+    assert counter.frame_count == 1
+
+
+def with_documents():
+    return make_mask(1, 6, 6, mask_function=packed_function(torch.tensor([[0, 1, 0, 1, 2, 0]])))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "operation",
+    [lambda mask: mask.float(), lambda mask: mask & True, lambda mask: torch.cat([mask, mask], -1)],
+)
+def test_a_fake_mask_needs_no_mode_in_force(windowed, documents, operation):
+    mask = with_documents() if documents else windowed()
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(mask)
+    assert fake.stride() == mask.dense().stride()
+    found, expected = operation(fake), operation(mask.dense())
+    assert isinstance(found, FakeTensor)
+    assert found.fake_mode is mode
+    assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
 
 
 def test_one_graph_holds_for_other_offsets_windows_and_paddings():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import masking_utils as hf
-from transformers_models import materialized, packed_function
+from transformers_models import MODELS, TINY, materialized, packed_function
 
 from attnroute.integrations._transformers_carrier import CarriedMask
 from attnroute.integrations._transformers_mask import make_mask
@@ -300,6 +301,51 @@ def test_padding_that_cannot_be_read_stays_a_tensor(function):
     assert torch.equal(
         mapped[:, 0], hf.sdpa_mask(2, 6, 6, 0, mask_function=function, attention_mask=keep, **NO_SKIP)
     )
+
+
+def packed_rows(rows):
+    """Return the causal mask of packed documents with these ids."""
+    function = hf.and_masks(hf.causal_mask_function, hf.packed_sequence_mask_function(rows))
+    return make_mask(len(rows), 6, 6, mask_function=function, device=rows.device)
+
+
+def test_documents_that_cannot_be_read_stay_a_tensor():
+    ids = torch.tensor([[0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1]])
+    with FakeTensorMode() as mode:
+        fake = packed_rows(mode.from_tensor(ids))
+    for mask, device in ((fake, "cpu"), (packed_rows(ids.to("meta")), "meta")):
+        assert not isinstance(mask, CarriedMask)
+        assert (mask.device.type, mask.shape) == (device, (2, 1, 6, 6))
+    mapped = torch.vmap(lambda row: packed_rows(row[None]))(ids)
+    assert torch.equal(mapped[:, 0], packed_rows(ids).dense())
+
+
+def sums(_):
+    return torch.tensor([0, 4, 9], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {},
+        {"attention_mask": torch.ones_like},
+        {"position_ids": torch.zeros_like},
+        {"cu_seq_lens_q": sums, "cu_seq_lens_k": sums},
+    ],
+    ids=["tokens", "padding", "positions", "sums"],
+)
+def test_a_model_of_fake_tensors_runs(inputs):
+    kind, config, extra = MODELS["gemma3"]
+    with FakeTensorMode(), torch.no_grad():
+        settings = getattr(transformers, config)(**{**TINY, **extra})
+        model = getattr(transformers, f"{kind}ForCausalLM")(settings)
+        model.set_attn_implementation("attnroute")
+        tokens = torch.zeros(1, 9, dtype=torch.int64)
+        logits = model(
+            tokens, use_cache=False, **{name: make(tokens) for name, make in inputs.items()}
+        ).logits
+    assert isinstance(logits, FakeTensor)
+    assert logits.shape == (1, 9, 48)
 
 
 def test_none_only_for_nothing_masked():
