@@ -86,7 +86,8 @@ def _laid_out(inputs):
     """Say of query, key and value what a call says of its arguments."""
 
     class Arguments:
-        query, key, value, transform = inputs.query, inputs.key, inputs.value, None
+        query, key, value, mask = inputs.query, inputs.key, inputs.value, inputs.mask
+        transform = None
 
     strides = _strides(Arguments, 1)
     assert isinstance(strides, Strides)
