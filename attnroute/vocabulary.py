@@ -96,6 +96,9 @@ DTYPE_SHORT: Final[dict[str, str]] = {
 SLOW_TIER: Final[frozenset[str]] = frozenset({"math"})
 """Backends whose memory grows with seqlen_q * seqlen_kv: never selected silently where that is large."""
 
+SPLITS: Final[frozenset[str]] = frozenset({"split_batch", "split_heads"})
+"""Repairs that run a call in pieces."""
+
 BUILD_MASKS: Final[frozenset[str]] = frozenset(
     {"materialize_alibi", "materialize_mask", "cast_mask", "cast_bias", "align_bias"}
 )

@@ -16,7 +16,7 @@ from attnroute.engine.rank import declared_order, may_precede
 from attnroute.facts import LENGTH_FACTS, Facts, facts_of, sizes_of
 from attnroute.tables import conditions
 from attnroute.tables.schema import AnyOf, Box, Rule, boxes_of
-from attnroute.vocabulary import BUILD_MASKS
+from attnroute.vocabulary import BUILD_MASKS, SPLITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,6 +140,10 @@ def _about(verdict: Verdict, decision: Decision, tables: Tables, fields: Fields)
     rows = {row.id: row.rule for row in scoped if may_apply(row.rule, call, host, info)}
     if _is_out(verdict, rows, fields):
         return
+    if not SPLITS.isdisjoint(verdict.repairs):
+        # Rows are held against a piece of the call, whose sizes nobody asks the tracer about.
+        sizes = tuple((name, f"=={getattr(call, name)}") for name in ("batch", "seqlen_q", "seqlen_kv"))
+        yield Question((Asked(sizes, settled=True),), (), exact=True)
     forms = _forms(verdict, decision, fields)
     asked = {name: _on(rule, fields, forms) for name, rule in rows.items()}
     if forms and verdict.blocking and not any(q and rows[name].repair for name, q in asked.items()):

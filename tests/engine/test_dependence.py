@@ -79,7 +79,9 @@ def host(arch, versions):
 )
 def test_where_the_answers_stay_the_same_runs(line, phase, arch, versions, batch, lengths):
     tables, machine = load(), host(arch, versions)
-    first, second = (sorted(pair) for pair in (lengths[:2], lengths[2:]))
+    # Documents have as many queries as keys.
+    pairs = [(n, n) for n in lengths[::2]] if "documents" in line else (lengths[:2], lengths[2:])
+    first, second = (sorted(pair) for pair in pairs)
     call = parse(line + phase).with_(seqlen_q=first[0], seqlen_kv=first[1])
     graph = graph_of(call, machine, tables)
     sizes = (batch, *second)
@@ -160,3 +162,12 @@ def test_a_backend_that_a_wish_keeps_out_is_not_asked(policy):
 def _conditions(questions):
     boxes = (box for q in questions for box in (*q.when, *q.requires))
     return {(field, str(spec)) for box in boxes for field, spec in box.conditions}
+
+
+def test_a_call_that_runs_in_pieces_holds_for_its_own_sizes():
+    """What a piece may be is asked of the piece: at larger sizes it may be too large for the kernel."""
+    call = parse("bf16 b2 hq160000 hkv40000 sq64 skv64 d128 train")
+    graph = graph_of(call, host("sm_90", TORCHS), load())
+    assert "split_heads" in graph.decision.verdict("flash").repairs
+    assert graph.holds((2, 64, 64))
+    assert not graph.holds((64, 2000, 2000))
