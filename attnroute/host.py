@@ -10,6 +10,7 @@ from pydantic import Field, StringConstraints, ValidationError
 
 from attnroute.errors import ArgumentError, shortened
 from attnroute.plain import Plain
+from attnroute.vocabulary import Device
 
 ARCH: Final = r"^(cpu|sm_\d{2,3})$"
 Arch = Annotated[str, StringConstraints(pattern=ARCH)]
@@ -72,6 +73,11 @@ def arch_of(capability: tuple[int, int]) -> str:
     """Return the arch word of a CUDA compute capability: (9, 0) is "sm_90", (12, 1) is "sm_121"."""
     major, minor = capability
     return f"sm_{major}{minor}"
+
+
+def device_of(arch: str) -> Device:
+    """Return the kind of device that an architecture is of."""
+    return "cpu" if arch == "cpu" else "cuda"
 
 
 def sort_key(arch: str) -> tuple[int, int]:

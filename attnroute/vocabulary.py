@@ -10,6 +10,7 @@ from typing import Final, Literal, get_args
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 Layout = Literal["bhsd", "bshd", "thd"]
 Phase = Literal["inference", "training"]
+Device = Literal["cpu", "cuda"]
 Alignment = Literal["top_left", "bottom_right"]
 Status = Literal["eligible", "rejected", "unknown", "unavailable"]
 Outcome = Literal["pass", "fail", "unknown", "not_applicable"]

@@ -47,6 +47,8 @@ def _rows(tables: Tables) -> Iterator[Row]:
     for backend, info in tables.backends.items():
         yield Row(f"any/{backend}/versions-known", f"any/{backend}.toml", info)
         for arch in tables.arch_names:
+            if (wrong_device := tables.device_row(arch, backend)) is not None:
+                yield Row(wrong_device.id, f"any/{backend}.toml", wrong_device.rule)
             if tables.rules(arch, backend) is None:
                 yield Row(f"{arch}/{backend}/no-table", f"any/{backend}.toml", info)
             for answer in tables.features(arch, backend).values():

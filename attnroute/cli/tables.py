@@ -14,11 +14,12 @@ from attnroute.settings import current
 from attnroute.tables.lint import lint
 from attnroute.tables.load import load, shipped_folder
 from attnroute.tables.releases import ReleaseTable
-from attnroute.tables.schema import ArchTable, BackendTable, StockTable
+from attnroute.tables.schema import ArchTable, BackendTable, SharedRules, StockTable
 
 SCHEMA_FILE = "schema.json"
 _FILES = {
     "<arch>/arch.toml": ArchTable,
+    "any/several.toml, <arch>/several.toml": SharedRules,
     "any/stock.toml": StockTable,
     "releases.toml": ReleaseTable,
     "<arch>/<backend>.toml, any/<backend>.toml, shared/<name>.toml": BackendTable,

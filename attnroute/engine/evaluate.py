@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from attnroute.tables.conditions import Tri
-    from attnroute.tables.load import RuleRow, Tables
+    from attnroute.tables.load import Tables
+    from attnroute.tables.rows import RuleRow
     from attnroute.vocabulary import Outcome
 
 ROUTE_SCOPES = frozenset({"call", "operator"})

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from attnroute.errors import TableError
 from attnroute.tables.alternatives import is_well_formed
-from attnroute.tables.load import ANY, SHARED, OptionRow, RuleRow, Tables
+from attnroute.tables.load import ANY, SHARED, Tables
 from attnroute.tables.points import options_of, shared_points
+from attnroute.tables.rows import OptionRow, RuleRow
 from attnroute.tables.strays import strays
 from attnroute.vocabulary import FEATURES
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from attnroute.tables.schema import BackendInfo, Evidence, Option, Rule
 
 EXECUTORS = Path(__file__).parent.parent / "executors"
-RESERVED = ("feature-", "versions-known", "no-table")
+RESERVED = ("feature-", "versions-known", "no-table", "cpu-only", "cuda-only")
 """Beginnings of rule names that the engine gives to its own findings."""
 _STOCK_FILE = f"{ANY}/stock.toml"
 _TAKES_ALL = "math"
@@ -76,7 +77,9 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
         _stock,
         _executors,
     )
-    return [*(problem for check in checks for problem in check(tables)), *_expired(tables, today)]
+    found = [*(problem for check in checks for problem in check(tables)), *_expired(tables, today)]
+    # A row of several backends is looked at once for each.
+    return list(dict.fromkeys(found))
 
 
 def _basic(tables: Tables) -> list[Problem]:
@@ -275,6 +278,9 @@ def _evidence(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
         for evidence in _says(row).evidence:
             yield row.file.parent.parent, f"{row.file.parent.name}/{row.file.name}", _says(row).name, evidence
     first = tables.folders[0]
+    for backend, info in tables.backends.items():
+        for evidence in info.devices.evidence if info.devices is not None else ():
+            yield first, f"{ANY}/{backend}.toml", "devices", evidence
     for scope in (ANY, *tables.arch_names):
         for backend in tables.backends:
             for feature, answer in tables.answers(scope, backend).items():

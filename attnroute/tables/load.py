@@ -5,24 +5,23 @@ folder `capability_tables`. An overlay folder of the same layout adds rows, repl
 puts its declared orders first.
 
 The rows about a backend on an architecture are those of `any/`, those of the architecture's own file and
-those of the files that it includes. An architecture without an own file has the one it inherits. Rows of
-options are in the order in which they apply, the architecture's own last.
+those of the files that it includes; a row of `several.toml` counts as one in the file of each backend that it
+names. An architecture without an own file has the one it inherits. Rows of options are in the order in which
+they apply, the architecture's own last.
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
-
-from attnroute.errors import ECHO, TableError, did_you_mean, shortened
+from attnroute.errors import TableError, did_you_mean
+from attnroute.tables.read import read
+from attnroute.tables.rows import FeatureRow, OptionRow, RuleRow, wrong_device
 from attnroute.tables.schema import (
     BACKEND,
     ArchTable,
@@ -32,44 +31,24 @@ from attnroute.tables.schema import (
     Option,
     Order,
     Rule,
+    SharedRules,
     StockOrder,
     StockTable,
 )
 from attnroute.vocabulary import Feature
 
 ANY = "any"
-_NO_BACKEND = ("arch", "stock")
+SEVERAL = "several"
+"""The file of a folder whose rows hold for several backends each, as if they stood in each one's file."""
+_NO_BACKEND = ("arch", "stock", SEVERAL)
 SHARED = "shared"
 """The folder of files that several architectures include."""
 _PACKAGED = Path(__file__).parent.parent / "_capability_tables"
 _SIBLING = Path(__file__).parent.parent.parent / "capability_tables"
-_Model = TypeVar("_Model", bound=BaseModel)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RuleRow:
-    """A rule with its id and the file it stands in; two are equal only if they are one, so one is a key."""
-
-    id: str
-    rule: Rule
-    file: Path
-
-
-@dataclass(frozen=True, slots=True)
-class OptionRow:
-    """A row of options with its id and the file it stands in."""
-
-    id: str
-    option: Option
-    file: Path
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureRow:
-    """A backend's answer about one feature, with its id."""
-
-    id: str
-    answer: FeatureAnswer
+_Rules = list[tuple[Path, Rule]]
+_Options = list[tuple[Path, Option]]
 
 
 def shipped_folder() -> Path:
@@ -99,6 +78,7 @@ class Tables:
     _features: dict[tuple[str, str], dict[str, FeatureRow]] = field(default_factory=dict, compare=False)
     _options: dict[tuple[str, str], tuple[OptionRow, ...]] = field(default_factory=dict, compare=False)
     _infos: dict[tuple[str, str], BackendInfo] = field(default_factory=dict, compare=False)
+    _bound: dict[Path, dict[str, _Rules]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def backends(self) -> dict[str, BackendInfo]:
@@ -128,7 +108,7 @@ class Tables:
         for folder in self.folders:
             path = folder / ANY / "stock.toml"
             if path.is_file():
-                found = _read(path, StockTable).order
+                found = read(path, StockTable).order
                 for row in found:
                     self._known(f"{ANY}/stock.toml: order {row.name}", row.order)
                 orders = [*found, *orders]
@@ -161,7 +141,7 @@ class Tables:
                 raise TableError(f"{where} requires backends of the tables ({known}); got {name}{near}")
 
     def _arch_files(self, name: str) -> list[ArchTable]:
-        return [_read(p, ArchTable) for f in self.folders if (p := f / name / "arch.toml").is_file()]
+        return [read(p, ArchTable) for f in self.folders if (p := f / name / "arch.toml").is_file()]
 
     def info(self, arch: str, backend: str) -> BackendInfo:
         """Return what holds for a backend on an architecture: that of `any/`, or what a nearer file says."""
@@ -191,8 +171,14 @@ class Tables:
             scopes = self._lineage(arch, backend)
             known = bool(scopes) or backend in self._listed(arch)
             rows = {r.id: r for scope in (ANY, *scopes) for r in self._with_included(scope, backend)}
+            if (row := self.device_row(arch, backend)) is not None:
+                known, rows[row.id] = True, row
             self._rows[key] = tuple(rows.values()) if known else None
         return self._rows[key]
+
+    def device_row(self, arch: str, backend: str) -> RuleRow | None:
+        """Return the row that rejects everything where a backend has no kernel for this kind of device."""
+        return wrong_device(arch, backend, self.backends[backend], self.folders[0] / ANY / f"{backend}.toml")
 
     def options(self, arch: str, backend: str) -> tuple[OptionRow, ...]:
         """Return every row of options for a backend on an architecture, in the order in which they apply."""
@@ -207,8 +193,10 @@ class Tables:
     def places(self) -> tuple[tuple[str, str], ...]:
         """Folder and name of every file that holds rows about backends, hidden ones aside."""
         found = {(p.parent.name, p.stem) for folder in self.folders for p in folder.glob("*/*.toml")}
-        others = {(scope, "arch") for scope, _ in found} | {(ANY, "stock")}
-        return tuple(sorted(p for p in found - others if "." not in (p[0][0], p[1][0])))
+        others = {(scope, name) for scope, _ in found for name in ("arch", SEVERAL)} | {(ANY, "stock")}
+        scopes = [scope for scope, name in found if name == SEVERAL]
+        bound = {(s, backend) for s in scopes for f in self.folders for backend in self._several(f, s)}
+        return tuple(sorted(p for p in (found | bound) - others if "." not in (p[0][0], p[1][0])))
 
     def all_rows(self) -> list[RuleRow]:
         """Return every row of every file once."""
@@ -227,11 +215,14 @@ class Tables:
         found = []
         for name in self._ancestors(arch):
             homes = [folder for folder in self.folders if (folder / name / "arch.toml").is_file()]
-            if any((folder / name / f"{backend}.toml").is_file() for folder in self.folders):
+            if any(self._is_about(folder, name, backend) for folder in self.folders):
                 found.append(name)
-            if homes and (homes[0] / name / f"{backend}.toml").is_file():
+            if homes and self._is_about(homes[0], name, backend):
                 break
         return tuple(found)
+
+    def _is_about(self, folder: Path, scope: str, backend: str) -> bool:
+        return (folder / scope / f"{backend}.toml").is_file() or backend in self._several(folder, scope)
 
     def _listed(self, arch: str) -> frozenset[str]:
         return frozenset(backend for name in self._ancestors(arch) for backend in self.arch(name).backends)
@@ -283,40 +274,50 @@ class Tables:
     def files(self, scope: str, stem: str) -> list[BackendTable]:
         """Return one file of every folder that has it."""
         paths = (folder / scope / f"{stem}.toml" for folder in self.folders)
-        return [_read(path, BackendTable) for path in paths if path.is_file()]
+        return [read(path, BackendTable) for path in paths if path.is_file()]
 
     def answers(self, scope: str, backend: str) -> dict[Feature, FeatureAnswer]:
         """Return the feature answers that stand in one folder."""
         return {name: a for table in self.files(scope, backend) for name, a in table.features.items()}
 
     def _merged(self, scope: str, backend: str) -> tuple[RuleRow, ...]:
-        rows: dict[str, RuleRow] = {}
-        for path, table in self._checked(scope, backend):
-            for rule in table.rule:
-                row = RuleRow(f"{scope}/{backend}/{rule.name}", rule, path)
-                rows[row.id] = row
-        return tuple(rows.values())
+        found = [(path, rule) for rules, _ in self._checked(scope, backend) for path, rule in rules]
+        rows = [RuleRow(f"{scope}/{backend}/{rule.name}", rule, path) for path, rule in found]
+        return tuple({row.id: row for row in rows}.values())
 
     def _merged_options(self, scope: str, backend: str) -> tuple[OptionRow, ...]:
-        rows: dict[str, OptionRow] = {}
-        for path, table in self._checked(scope, backend):
-            for option in table.option:
-                row = OptionRow(f"{scope}/{backend}/{option.name}", option, path)
-                rows[row.id] = row
-        return tuple(rows.values())
+        found = [(path, option) for _, options in self._checked(scope, backend) for path, option in options]
+        rows = [OptionRow(f"{scope}/{backend}/{option.name}", option, path) for path, option in found]
+        return tuple({row.id: row for row in rows}.values())
 
-    def _checked(self, scope: str, backend: str) -> Iterator[tuple[Path, BackendTable]]:
-        """Give one file of every folder that has it, with its path, once its names are known to be unique."""
+    def _checked(self, scope: str, backend: str) -> Iterator[tuple[_Rules, _Options]]:
+        """Give the rows of every folder, each with its file, once their names are known to be unique."""
         for folder in self.folders:
             path = folder / scope / f"{backend}.toml"
+            rules = list(self._several(folder, scope).get(backend, ()))
+            options: _Options = []
             if path.is_file():
-                table = _read(path, BackendTable)
-                counts = Counter(row.name for row in (*table.rule, *table.option))
-                twice = next((name for name, count in counts.items() if count > 1), None)
-                if twice is not None:
-                    msg = f"{path}: rule {twice}: name requires a unique value; it stands twice."
-                    raise TableError(msg)
-                yield path, table
+                table = read(path, BackendTable)
+                rules += [(path, rule) for rule in table.rule]
+                options += [(path, option) for option in table.option]
+            counts = Counter([*(rule.name for _, rule in rules), *(option.name for _, option in options)])
+            twice = next((name for name, count in counts.items() if count > 1), None)
+            if twice is not None:
+                raise TableError(f"{path}: rule {twice}: name requires a unique value; it stands twice.")
+            yield rules, options
+
+    def _several(self, folder: Path, scope: str) -> dict[str, _Rules]:
+        """Return the rows of a folder that hold for several backends, by backend."""
+        path = folder / scope / f"{SEVERAL}.toml"
+        if path not in self._bound:
+            rows = read(path, SharedRules).rule if scope != SHARED and path.is_file() else []
+            found: dict[str, _Rules] = {}
+            for row in rows:
+                self._known(f"{scope}/{SEVERAL}.toml: rule {row.name}", row.backends)
+                for backend in row.backends:
+                    found.setdefault(backend, []).append((path, row.rule_of(backend)))
+            self._bound[path] = found
+        return self._bound[path]
 
     def _info(self, backend: str) -> BackendInfo | None:
         found = [table.backend for table in self.files(ANY, backend) if table.backend is not None]
@@ -361,35 +362,4 @@ def _load(overlay: Path | None) -> Tables:
 def forget() -> None:
     """Read every file again when it is next asked for."""
     _load.cache_clear()
-    _read.cache_clear()
-
-
-@lru_cache(maxsize=4096)
-def _read(path: Path, model: type[_Model]) -> _Model:
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        # Python's own limits of digits and of nesting are met before any row is seen.
-        nests = isinstance(error, RecursionError)
-        reason = "it nests too deeply" if nests else shortened(str(error), 2 * ECHO)
-        msg = f"{path}: requires TOML; {reason}."
-        raise TableError(msg) from error
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise TableError(_sentence(path, data, error)) from error
-
-
-def _sentence(path: Path, data: dict[str, object], error: ValidationError) -> str:
-    """Name the file, the rule and the field of the first problem."""
-    first = error.errors()[0]
-    where = [shortened(str(part)) for part in first["loc"]]
-    rows = data.get(where[0]) if where and where[0] in ("rule", "option", "order", "release") else None
-    if len(where) > 1 and isinstance(rows, list):
-        row = rows[int(where[1])]
-        name = row.get("name", f"number {int(where[1]) + 1}") if isinstance(row, dict) else where[1]
-        where = [f"{where[0]} {shortened(str(name))}", ".".join(where[2:]) or "whole row"]
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    got = shortened(repr(first["input"]), 2 * ECHO)
-    said = f"{': '.join(where)}: {first['msg'].rstrip('.')}; got {got}{more}."
-    return f"{path.parent.name}/{path.name}: {said}"
+    read.cache_clear()

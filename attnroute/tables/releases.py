@@ -9,7 +9,8 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from attnroute.tables.load import _read, shipped_folder
+from attnroute.tables.load import shipped_folder
+from attnroute.tables.read import read
 from attnroute.tables.schema import Evidence
 from attnroute.tables.versions import comparable
 
@@ -59,7 +60,7 @@ def known() -> tuple[Companions, ...]:
     Raises:
         TableError: The file is missing or malformed.
     """
-    table = _read(shipped_folder() / FILE, ReleaseTable)
+    table = read(shipped_folder() / FILE, ReleaseTable)
     found = [Companions(t, row.cuda, row.cudnn, row.triton) for row in table.release for t in row.torch]
     return tuple(sorted(found, key=lambda c: comparable("torch", c.torch)))
 

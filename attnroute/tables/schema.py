@@ -18,7 +18,7 @@ from pydantic import (
 from attnroute.host import Arch
 from attnroute.tables import conditions, versions
 from attnroute.tables.conditions import Spec
-from attnroute.vocabulary import EvidenceKind, Feature, Phase, Repair, RuleKind, RuleScope
+from attnroute.vocabulary import Device, EvidenceKind, Feature, Phase, Repair, RuleKind, RuleScope
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
 BACKEND: Final = r"^[a-z][a-z0-9_]*$"
@@ -112,11 +112,11 @@ class Option(_Row):
         return _check_box(value) if isinstance(value, dict) else value
 
 
-class Rule(_Row):
+class _Condition(_Row):
     """One necessary condition: where `when`, `versions` and `phase` apply, `requires` must hold.
 
     Attributes:
-        name: Unique within its file; the id is `<folder>/<backend>/<name>`.
+        name: Unique among the rows about a backend in one folder; the id is `<folder>/<backend>/<name>`.
         kind: "limit", or a known fault: wrong_result, crash, hang, slow. A slow row never rejects.
         scope: "call" binds torch's own selector and our direct call of the operator; "stock" binds only the
             selector, because we do not go through it; "operator" binds only the direct call, because SDPA
@@ -134,7 +134,6 @@ class Rule(_Row):
     requires: Box | AnyOf | Literal["never"]
     repair: Repair | None = None
     because: str
-    evidence: Annotated[list[Evidence], Field(min_length=1)]
     recheck_after: datetime.date | None = None
 
     @field_validator("when", "requires")
@@ -150,11 +149,66 @@ class Rule(_Row):
         return self
 
 
+class Rule(_Condition):
+    """A condition of one backend, in that backend's own file."""
+
+    evidence: Annotated[list[Evidence], Field(min_length=1)]
+
+
+class EvidenceAbout(Evidence):
+    """Evidence of a row of several backends; with `backend` it is about that one alone."""
+
+    backend: Backend | None = None
+
+
+class SharedRule(_Condition):
+    """A condition that several backends have for the same reason: it counts as a row of each.
+
+    Attributes:
+        backends: Whom it binds.
+        evidence: At least one for each backend.
+    """
+
+    backends: Annotated[list[Backend], Field(min_length=2)]
+    evidence: Annotated[list[EvidenceAbout], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _evidence_for_each(self) -> Self:
+        strange = [e.backend for e in self.evidence if e.backend not in (None, *self.backends)]
+        if strange:
+            raise ValueError(f'rule "{self.name}" has evidence about {strange[0]}, which it does not bind.')
+        bare = [name for name in self.backends if not self._evidence_of(name)]
+        if bare:
+            raise ValueError(f'rule "{self.name}" requires evidence about {bare[0]}; got none.')
+        return self
+
+    def rule_of(self, backend: Backend) -> Rule:
+        """Return the row as it would stand in one backend's file."""
+        parts = {name: value for name, value in self if name != "backends"}
+        return Rule.model_construct(**{**parts, "evidence": self._evidence_of(backend)})
+
+    def _evidence_of(self, backend: Backend) -> list[EvidenceAbout]:
+        return [item for item in self.evidence if item.backend in (None, backend)]
+
+
+class SharedRules(_Row):
+    """`several.toml` of a folder: rows that hold for several backends."""
+
+    rule: Annotated[list[SharedRule], Field(min_length=1)]
+
+
 class FeatureAnswer(_Row):
     """Whether a backend's kernel can do something; `repair` names what makes a call without the need."""
 
     value: bool | Literal["unknown"]
     repair: Repair | None = None
+    evidence: Annotated[list[Evidence], Field(min_length=1)]
+
+
+class Devices(_Row):
+    """The kinds of device that a backend has kernels for; on every other it is rejected."""
+
+    kinds: Annotated[list[Device], Field(min_length=1)]
     evidence: Annotated[list[Evidence], Field(min_length=1)]
 
 
@@ -168,6 +222,7 @@ class BackendInfo(_Row):
         versions_known: No statement is made outside these ranges: the verdict there is unknown.
         operators: The operators whose appearance shows that this backend ran.
         memory: "linear" or "quadratic" in the sequence length.
+        devices: The kinds of device that it runs on; absent where it runs on every one.
         first_call_seconds: How long the first call of each structure compiles, the least and the most that
             was seen, in seconds; absent where nothing is compiled.
     """
@@ -178,6 +233,7 @@ class BackendInfo(_Row):
     versions_known: Versions
     operators: list[str]
     memory: Literal["linear", "quadratic"]
+    devices: Devices | None = None
     first_call_seconds: tuple[Seconds, Seconds] | None = None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnroute.errors import did_you_mean
 from attnroute.host import ARCH
-from attnroute.tables.load import ANY, SHARED, shipped_folder
+from attnroute.tables.load import ANY, SEVERAL, SHARED, shipped_folder
 
 if TYPE_CHECKING:
     from attnroute.tables.load import Tables
@@ -78,7 +78,7 @@ def _scopes(tables: Tables) -> list[str]:
 def _stems(scope: str, tables: Tables) -> list[str]:
     if scope == SHARED:
         return _included(tables)
-    return [*tables.backends, "arch", *(["stock"] if scope == ANY else [])]
+    return [*tables.backends, "arch", SEVERAL, *(["stock"] if scope == ANY else [])]
 
 
 def _unread(scope: str, stem: str, tables: Tables) -> str:

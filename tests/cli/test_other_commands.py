@@ -71,7 +71,7 @@ def test_every_rule_that_a_finding_names_can_be_printed(capsys) -> None:
 def test_a_rule_as_json_has_its_id_and_its_file(capsys) -> None:
     assert main(["rule", "any/cudnn/dtype", "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["id"], data["file"]) == ("any/cudnn/dtype", "any/cudnn.toml")
+    assert (data["id"], data["file"]) == ("any/cudnn/dtype", "any/several.toml")
     assert "float16" in data["requires"]["dtype"]
 
 

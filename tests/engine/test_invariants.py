@@ -15,7 +15,8 @@ from attnroute.engine.decision import Decision
 from attnroute.facts import BOOLS, FACTS, WORDS
 from attnroute.host import Host
 from attnroute.policy import Policy
-from attnroute.tables.load import RuleRow, Tables, load, shipped_folder
+from attnroute.tables.load import Tables, load, shipped_folder
+from attnroute.tables.rows import RuleRow
 from attnroute.tables.schema import Evidence, Rule
 from attnroute.vocabulary import SLOW_TIER
 

@@ -30,7 +30,8 @@ from attnroute.engine.repairs import ORDER, apply
 from attnroute.host import Host
 from attnroute.masks.normalize import normalize
 from attnroute.policy import Policy
-from attnroute.tables.load import RuleRow, Tables, load, shipped_folder
+from attnroute.tables.load import Tables, load, shipped_folder
+from attnroute.tables.rows import RuleRow
 from attnroute.tables.schema import Evidence, Rule
 
 PAIR = "backward_from_chunked"

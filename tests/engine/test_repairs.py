@@ -27,7 +27,8 @@ from attnroute.engine.repairs import ORDER, apply, broadcast
 from attnroute.facts import empty_rows_of
 from attnroute.host import Host
 from attnroute.masks.normalize import normalize
-from attnroute.tables.load import RuleRow, Tables, load, shipped_folder
+from attnroute.tables.load import Tables, load, shipped_folder
+from attnroute.tables.rows import RuleRow
 from attnroute.tables.schema import Evidence, Rule
 from attnroute.vocabulary import REPAIRS
 

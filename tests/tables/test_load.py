@@ -287,3 +287,78 @@ def test_packaged_tables_come_before_a_sibling_folder(monkeypatch, tmp_path):
 
 def test_tables_are_read_once():
     assert load() is load()
+
+
+BOTH = ["fast", "other"]
+
+
+def several(name, backends, evidence=EVIDENCE):
+    names = ", ".join(f'"{backend}"' for backend in backends)
+    return rule(name).replace(EVIDENCE, f"backends = [{names}]\n{evidence}")
+
+
+def test_a_row_of_several_backends_is_one_of_each(base):
+    write(base, {"any/several": several("both", BOTH), "any/alone": BACKEND})
+    tables = Tables((base,))
+    assert ids(tables, "sm_80") == ["any/fast/both", "any/fast/everywhere", "sm_80/fast/ampere"]
+    assert ids(tables, "sm_80", "other") == ["any/other/both"]
+    assert {"any/fast/both", "any/other/both"} < {row.id for row in tables.all_rows()}
+    assert not any("/alone/" in row.id for row in tables.all_rows())
+    assert {row.file.name for row in tables.rules("sm_80", "other")} == {"several.toml"}
+
+
+def test_a_row_of_several_backends_describes_them_on_its_architecture(base):
+    """As a file of each would: what they inherit is replaced, and a backend that was unknown no longer is."""
+    write(base, {"sm_89/several": several("both", BOTH), "sm_90/several": several("new", BOTH)})
+    tables = Tables((base,))
+    assert ids(tables, "sm_89") == ["any/fast/everywhere", "sm_89/fast/both", "sm_89/fast/ada"]
+    assert ids(tables, "sm_90", "other") == ["sm_90/other/new"]
+
+
+def test_evidence_about_one_backend_is_not_evidence_about_another(base):
+    items = ('{ kind = "own", ref = "of both" }', '{ backend = "fast", kind = "docs", ref = "of one" }')
+    write(base, {"any/several": several("both", BOTH, f"evidence = [{', '.join(items)}]")})
+    tables = Tables((base,))
+    cited = {b: [e.ref for e in tables.rules("sm_80", b)[0].rule.evidence] for b in BOTH}
+    assert cited == {"fast": ["of both", "of one"], "other": ["of both"]}
+
+
+@pytest.mark.parametrize(
+    ("backends", "evidence", "sentence"),
+    [
+        (["fast"], EVIDENCE, "at least 2 items"),
+        (["fast", "othr"], EVIDENCE, 'requires backends of the tables .*; got othr; did you mean "other"'),
+        (BOTH, 'evidence = [{ backend = "fast", kind = "own", ref = "x" }]', "requires evidence about other"),
+        (BOTH, 'evidence = [{ backend = "math", kind = "own", ref = "x" }]', "has evidence about math"),
+    ],
+)
+def test_a_row_of_several_backends_must_be_about_them(backends, evidence, sentence, base):
+    write(base, {"any/several": several("both", backends, evidence)})
+    with pytest.raises(TableError, match=rf"any/several\.toml.*{sentence}"):
+        Tables((base,)).rules("sm_80", "fast")
+
+
+def test_a_name_stands_once_for_each_backend(base):
+    write(base, {"any/several": several("both", BOTH) + several("everywhere", BOTH)})
+    assert len(Tables((base,)).rules("sm_80", "other")) == 2
+    with pytest.raises(TableError, match="rule everywhere: name requires a unique value"):
+        Tables((base,)).rules("sm_80", "fast")
+
+
+def test_an_overlay_replaces_a_row_of_several_backends_for_one(base, tmp_path):
+    write(base, {"any/several": several("both", BOTH)})
+    mine = write(tmp_path / "mine", {"any/fast": rule("both", "head_dim_qk = 16")})
+    rows = {b: Tables((base, mine)).rules("sm_80", b)[0].rule for b in BOTH}
+    assert [rows[b].requires for b in BOTH] == [{"head_dim_qk": 16}, {"head_dim_qk": 8}]
+
+
+def test_a_backend_is_rejected_on_a_kind_of_device_that_it_has_no_kernel_for(base):
+    devices = f'devices = {{ kinds = ["cuda"], {EVIDENCE} }}\n'
+    write(base, {"any/gpu": BACKEND + devices, "cpu/arch": arch(backends='["other"]')})
+    tables = Tables((base,))
+    (row,) = tables.rules("cpu", "gpu")
+    assert (row.id, row.rule.requires) == ("cpu/gpu/cuda-only", "never")
+    assert row.rule.because == "the kernel exists for CUDA devices only"
+    assert [item.ref for item in row.rule.evidence] == ["this test"]
+    assert ids(tables, "sm_80", "gpu") is None
+    assert ids(tables, "cpu", "other") == []

@@ -1,0 +1,50 @@
+"""Read one file of the tables, and say in one sentence what is wrong with it."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from attnroute.errors import ECHO, TableError, shortened
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+@lru_cache(maxsize=4096)
+def read(path: Path, model: type[_Model]) -> _Model:
+    """Return a file as its model. It is read once; `read.cache_clear()` lets it be read again.
+
+    Raises:
+        TableError: It cannot be read, is no TOML, or is not what the model says; the sentence names the row.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        # Python's own limits of digits and of nesting are met before any row is seen.
+        nests = isinstance(error, RecursionError)
+        reason = "it nests too deeply" if nests else shortened(str(error), 2 * ECHO)
+        msg = f"{path}: requires TOML; {reason}."
+        raise TableError(msg) from error
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise TableError(_sentence(path, data, error)) from error
+
+
+def _sentence(path: Path, data: dict[str, object], error: ValidationError) -> str:
+    """Name the file, the rule and the field of the first problem."""
+    first = error.errors()[0]
+    where = [shortened(str(part)) for part in first["loc"]]
+    rows = data.get(where[0]) if where and where[0] in ("rule", "option", "order", "release") else None
+    if len(where) > 1 and isinstance(rows, list):
+        row = rows[int(where[1])]
+        name = row.get("name", f"number {int(where[1]) + 1}") if isinstance(row, dict) else where[1]
+        where = [f"{where[0]} {shortened(str(name))}", ".".join(where[2:]) or "whole row"]
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    got = shortened(repr(first["input"]), 2 * ECHO)
+    said = f"{': '.join(where)}: {first['msg'].rstrip('.')}; got {got}{more}."
+    return f"{path.parent.name}/{path.name}: {said}"
