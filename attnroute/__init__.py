@@ -13,7 +13,6 @@ from attnroute._version import __version__
 if TYPE_CHECKING:
     from attnroute import biases, masks
     from attnroute.api import attention, explain
-    from attnroute.call import Call
     from attnroute.engine.decide import decide
     from attnroute.engine.decision import Decision, Verdict
     from attnroute.engine.finding import Finding
@@ -29,23 +28,24 @@ if TYPE_CHECKING:
         RerouteWarning,
         TableError,
     )
-    from attnroute.host import Host
-    from attnroute.policy import Policy
+    from attnroute.question.call import Call
+    from attnroute.question.host import Host
+    from attnroute.question.policy import Policy
     from attnroute.settings import override
 
 _HOMES = {
     "ArgumentError": "attnroute.errors",
     "AttnRouteError": "attnroute.errors",
-    "Call": "attnroute.call",
+    "Call": "attnroute.question.call",
     "Decision": "attnroute.engine.decision",
     "Finding": "attnroute.engine.finding",
-    "Host": "attnroute.host",
+    "Host": "attnroute.question.host",
     "KernelRefusedError": "attnroute.errors",
     "NoBackendError": "attnroute.errors",
     "NotCompiledError": "attnroute.errors",
     "OverrideError": "attnroute.errors",
     "OverrideWarning": "attnroute.errors",
-    "Policy": "attnroute.policy",
+    "Policy": "attnroute.question.policy",
     "QuadraticAttentionWarning": "attnroute.errors",
     "RerouteWarning": "attnroute.errors",
     "TableError": "attnroute.errors",

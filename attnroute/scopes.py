@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 from attnroute.errors import OverrideError, OverrideWarning
-from attnroute.policy import Policy, merge
+from attnroute.question.policy import Policy, merge
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

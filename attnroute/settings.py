@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnroute.errors import OverrideError, OverrideWarning, did_you_mean, printable, quoted, shortened
-from attnroute.policy import Policy, merge
+from attnroute.question.policy import Policy, merge
 from attnroute.scopes import Override, outside_of_graphs, scope_here
 from attnroute.tables.load import load
 

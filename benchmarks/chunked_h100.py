@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-from attnroute.executors.chunked import chunked_attention
-from attnroute.masks.lowered import LoweredMask
+from attnroute.executors.chunked.run import chunked_attention
+from attnroute.masks.lowered.form import LoweredMask
 
 CAUSAL = LoweredMask(band_hi=0)
 REFERENCE_ROWS = 2048

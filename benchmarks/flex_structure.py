@@ -14,11 +14,12 @@ import torch
 import triton.testing
 from common import environment, save
 
-from attnroute.executors import _flex_program, flex
-from attnroute.executors._inputs import Inputs, Plan
-from attnroute.masks import Window, mods
-from attnroute.masks.lowered import FULL
-from attnroute.masks.nodes import Extent
+from attnroute.executors.flex import program
+from attnroute.executors.flex import run as flex
+from attnroute.executors.inputs import Inputs, Plan
+from attnroute.masks import Window
+from attnroute.masks.lowered.form import FULL, mods
+from attnroute.masks.objects.nodes import Extent
 
 LENGTH: Final = 16384
 PLAN: Final = Plan("flex", (), training=False, return_lse=False, device_type="cuda")
@@ -45,7 +46,7 @@ def start(*, as_numbers: bool, told_whole: bool) -> None:
     taken = () if as_numbers else range(10**6, 10**6 + mods.CONSTANT_BANDS)
     mods._CONSTANTS.clear()  # noqa: SLF001 - what the executor decides by itself is set here
     mods._CONSTANTS.update(taken)  # noqa: SLF001
-    _flex_program._of_band.cache_clear()  # noqa: SLF001
+    program._of_band.cache_clear()  # noqa: SLF001
     flex.WHOLE = 128 if told_whole else 10**9
 
 

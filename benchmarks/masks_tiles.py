@@ -11,10 +11,10 @@ from masks_common import DEVICE, Job, Sizes, Steps, draw, number, raised, releas
 from torch import Tensor
 
 from attnroute import attention, biases, explain, masks
-from attnroute.executors import flex
-from attnroute.executors._inputs import Inputs, Plan
-from attnroute.masks.lowered import FULL
-from attnroute.masks.nodes import Extent
+from attnroute.executors.flex import run as flex
+from attnroute.executors.inputs import Inputs, Plan
+from attnroute.masks.lowered.form import FULL
+from attnroute.masks.objects.nodes import Extent
 
 LENGTH: Final = 4096
 AT_A_TIME: Final = 4

@@ -16,8 +16,8 @@ import torch
 from common import Run, environment, progress
 
 from attnroute import attention, masks, override
-from attnroute.masks import look
-from attnroute.masks.nodes import Extent
+from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.recognition import look
 
 SIZES = (
     (64, 64),

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from strategies import calls, hosts
+from support.strategies import calls, hosts
 
-from attnroute.call import Call, Context, DenseBias, KeyPaddingNode, Strides, WindowNode
 from attnroute.errors import ArgumentError
-from attnroute.host import Host, arch_of, sort_key
-from attnroute.policy import Policy
+from attnroute.question.call import Call, Context, DenseBias, KeyPaddingNode, Strides, WindowNode
+from attnroute.question.host import Host, arch_of, sort_key
+from attnroute.question.policy import Policy
 
 # The examples of the design, word for word.
 CALL = """

@@ -16,7 +16,7 @@ from attnroute import errors
 from attnroute.cli import COMMANDS, main
 from attnroute.cli._outlet import OutputError
 from attnroute.cli.explain import SLOW_ONLY
-from attnroute.host import Host
+from attnroute.question.host import Host
 from attnroute.settings import VARIABLES, ExplainMode
 from attnroute.vocabulary import FEATURES, REPAIRS
 

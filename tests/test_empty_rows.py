@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import allowed_of, readable_masks, small_call
+from support.strategies import allowed_of, readable_masks, small_call
 
-from attnroute.call import AnyNode, CausalNode, Context, DocumentsNode, KeyPaddingNode, NotNode, WindowNode
-from attnroute.facts import empty_rows_of, runs
+from attnroute.question.call import (
+    AnyNode,
+    CausalNode,
+    Context,
+    DocumentsNode,
+    KeyPaddingNode,
+    NotNode,
+    WindowNode,
+)
+from attnroute.question.facts import empty_rows_of, runs
 
 LENGTHS = st.integers(1, 6)
 

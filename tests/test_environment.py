@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
-from policy_inputs import CALL, CPU, KNOWN, selected
+from support.policy_inputs import CALL, CPU, KNOWN, selected
 
 import attnroute
 from attnroute import settings
 from attnroute.errors import OverrideError, OverrideWarning
-from attnroute.policy import Policy
+from attnroute.question.policy import Policy
 from attnroute.settings import VARIABLES, current, from_environment
 
 FLAGS = {"STRICT": "strict", "ALLOW_UNKNOWN": "allow_unknown", "RECOGNIZE": "recognize"}

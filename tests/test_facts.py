@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from mask_objects import combined
-from strategies import allowed_of, calls, readable_masks, small_call
-from strategies import combined as nested
+from support.mask_objects import combined
+from support.strategies import allowed_of, calls, readable_masks, small_call
+from support.strategies import combined as nested
 
-from attnroute.call import (
+from attnroute.masks.objects.nodes import Extent
+from attnroute.question.call import (
     AlibiBias,
     AnyNode,
     Call,
@@ -26,9 +27,8 @@ from attnroute.call import (
     Strides,
     WindowNode,
 )
-from attnroute.facts import FACTS, UNKNOWN, Varies, alignment_of, empty_rows_of, facts_of
-from attnroute.masks.nodes import Extent
-from attnroute.masks.normalize import normalize
+from attnroute.question.facts import FACTS, UNKNOWN, Varies, alignment_of, empty_rows_of, facts_of
+from attnroute.question.normalize import normalize
 
 SQUARE = Call(
     dtype="bfloat16",

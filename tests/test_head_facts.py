@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnroute.call import Call
-from attnroute.facts import facts_of
+from attnroute.question.call import Call
+from attnroute.question.facts import facts_of
 
 HEAD_DIMS = st.integers(1, 640)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from call_strategies import FIELDS, calls
 from hypothesis import given
+from support.call_strategies import FIELDS, calls
 
-from attnroute.call import Call, CausalNode, WindowNode
 from attnroute.errors import ArgumentError
-from attnroute.line import WORDS, parse, render
+from attnroute.question.call import Call, CausalNode, WindowNode
+from attnroute.question.line import WORDS, parse, render
 
 
 def test_the_strategy_says_everything_that_a_call_can() -> None:

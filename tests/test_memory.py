@@ -135,10 +135,10 @@ def caches():
 
 PACKAGE = Path(attnroute.__file__).parent
 OWNED = {
-    "executors/_first_call.py": {"_LISTENERS"},
-    "executors/_launch.py": {"_LISTENERS"},
+    "executors/first_call.py": {"_LISTENERS"},
+    "executors/launch.py": {"_LISTENERS"},
     "integrations/transformers.py": {"_REGISTERED"},
-    "masks/mods.py": {"_CONSTANTS"},
+    "masks/lowered/mods.py": {"_CONSTANTS"},
     "masks/tensors.py": {"_OF_TENSORS"},
     "probes/packages.py": {"_MARKED"},
 }

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_inputs import KNOWN, selected, stated
+from support.policy_inputs import KNOWN, selected, stated
 
 import attnroute
 from attnroute.errors import NoBackendError, OverrideError
-from attnroute.policy import Policy, merge
+from attnroute.question.policy import Policy, merge
 from attnroute.settings import current, known_backends, override, policy_of
 
 NAMES = st.sampled_from(KNOWN)

@@ -6,7 +6,7 @@ import pytest
 
 from attnroute.cli import main
 from attnroute.errors import ArgumentError, did_you_mean
-from attnroute.line import parse
+from attnroute.question.line import parse
 from attnroute.settings import from_environment
 from attnroute.tables.cards import suggestion
 from attnroute.tables.load import load

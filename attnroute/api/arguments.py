@@ -11,14 +11,14 @@ from attnroute.api.question import Arguments, device_of, places, widen
 from attnroute.api.transforms import active_transform, has_dispatch_mode, may_be_transformed
 from attnroute.api.validate import check_flags, instead
 from attnroute.errors import ArgumentError, argument_error
-from attnroute.fits import LARGEST
 from attnroute.masks import Dense, Mask
-from attnroute.masks.checks import kind_of
-from attnroute.masks.look import LOOK_THRESHOLD, look_into
-from attnroute.masks.nodes import Extent
+from attnroute.masks.objects.checks import kind_of
+from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.recognition.look import LOOK_THRESHOLD, look_into
 from attnroute.masks.tensors import tensor_key
 from attnroute.masks.tracing import is_traced
-from attnroute.policy import Policy
+from attnroute.question.fits import LARGEST
+from attnroute.question.policy import Policy
 
 DEVICES = ("cpu", "cuda")
 _SWITCH = (type(None), bool)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attnroute.api import failures
-from attnroute.call import Call
 from attnroute.engine.classes import class_of
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision
 from attnroute.errors import NoBackendError, QuadraticAttentionWarning
-from attnroute.host import Host
 from attnroute.masks.tracing import is_tracing
 from attnroute.memory import Memory
-from attnroute.policy import Policy
 from attnroute.probes import imports, packages
+from attnroute.question.call import Call
+from attnroute.question.host import Host
+from attnroute.question.policy import Policy
 from attnroute.report.log import announce
 from attnroute.report.text import render_failure, render_quadratic
 from attnroute.settings import explain_mode

@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from attnroute.executors import _first_call
+from attnroute.executors import first_call
 from attnroute.report.log import compiling
 from attnroute.settings import explain_mode
 
 if TYPE_CHECKING:
-    from attnroute.executors._inputs import Inputs, Plan
+    from attnroute.executors.inputs import Inputs, Plan
 
 
 def show_progress() -> None:
     """Say on stderr from now on when a structure is compiled, and for how long."""
-    _first_call.listen(_say)
+    first_call.listen(_say)
 
 
 def _say(backend: str, text: str, seconds: float | None) -> None:
@@ -24,7 +24,7 @@ def _say(backend: str, text: str, seconds: float | None) -> None:
 
 def has_compiled() -> bool:
     """Return whether flex compiled something in this process. Asking imports no compiler."""
-    loaded = sys.modules.get("attnroute.executors._flex_compile")
+    loaded = sys.modules.get("attnroute.executors.flex.compile")
     # Another thread may be importing it just now.
     return bool(getattr(loaded, "entries", tuple)())
 
@@ -32,7 +32,8 @@ def has_compiled() -> bool:
 def seconds(inputs: Inputs, plan: Plan) -> float | None:
     """Return how long the structure of a call took to compile in this process, None where it was not."""
     # Importing these imports dynamo.
-    from attnroute.executors import _flex_compile, flex
+    from attnroute.executors.flex import compile as flex_compile
+    from attnroute.executors.flex import run as flex
 
-    found = _flex_compile.compiled(flex.key(inputs, plan))
+    found = flex_compile.compiled(flex.key(inputs, plan))
     return None if found is None or not found.seconds else sum(found.seconds)

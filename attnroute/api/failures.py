@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Final
 
-from attnroute.executors import _launch
-from attnroute.facts import LENGTH_FACTS, facts_of
-from attnroute.masks.normalize import normalize
+from attnroute.executors import launch
 from attnroute.memory import Memory
-from attnroute.policy import Policy, merge
+from attnroute.question.facts import LENGTH_FACTS, facts_of
+from attnroute.question.normalize import normalize
+from attnroute.question.policy import Policy, merge
 
 if TYPE_CHECKING:
-    from attnroute.call import Call
-    from attnroute.host import Host
+    from attnroute.question.call import Call
+    from attnroute.question.host import Host
 
 _IGNORED: Final = LENGTH_FACTS | {"batch", "compiled", "cuda_graph", "dispatch_mode", "transform"}
 """A kernel is compiled for all batches and lengths, and refuses eager and traced calls alike."""
@@ -64,4 +64,4 @@ def also_failed(policy: Policy, refused: dict[str, str]) -> Policy:
 def forget() -> None:
     """Ask every backend again."""
     _FAILED.forget()
-    _launch.forget()
+    launch.forget()

@@ -7,8 +7,8 @@ from torch import Tensor
 from attnroute.api.question import Arguments, places
 from attnroute.biases import ALiBi, Bias, Dense, Function, Softcap
 from attnroute.errors import argument_error
-from attnroute.masks.arbitrary import from_torch
-from attnroute.masks.captures import captured_tensors
+from attnroute.masks.objects.arbitrary import from_torch
+from attnroute.masks.objects.captures import captured_tensors
 
 TORCH_MASKS = frozenset({"BlockMask", "CausalBias"})
 """Names of torch's mask classes, so that a call without one needs no import to know that."""

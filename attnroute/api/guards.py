@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from torch import SymInt
 
 from attnroute.engine.dependence import OPEN, answer, open_facts, questions_of
-from attnroute.masks.normalize import normalize
+from attnroute.question.normalize import normalize
 
 if TYPE_CHECKING:
-    from attnroute.call import Call
     from attnroute.engine.decision import Decision
-    from attnroute.masks.nodes import Extent
+    from attnroute.masks.objects.nodes import Extent
+    from attnroute.question.call import Call
     from attnroute.tables.load import Tables
 
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from attnroute import fits
 from attnroute.api.validate import check_alignment, check_number_of_dims, check_window
 from attnroute.errors import argument_error
-from attnroute.masks.checks import is_number, strided
-from attnroute.masks.ragged import Ragged
-from attnroute.masks.sequences import check_sums
+from attnroute.masks.lowered.sequences import check_sums
+from attnroute.masks.objects.checks import is_number, strided
+from attnroute.masks.objects.ragged import Ragged
 from attnroute.masks.tensors import is_wrapped, remember
 from attnroute.masks.tracing import is_traced
+from attnroute.question import fits
 
 if TYPE_CHECKING:
     from attnroute.api.question import Arguments

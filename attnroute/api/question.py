@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnroute.call import AlibiBias, Bias, Call, Context, DenseBias, FunctionBias, MaskNode, Strides
-from attnroute.executors._repairs import is_packed
+from attnroute.executors.prepare.apply import is_packed
 from attnroute.masks import All, Causal, Dense, Mask, Window
-from attnroute.masks.look import dense_node
-from attnroute.masks.nodes import Extent
+from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.recognition.look import dense_node
 from attnroute.masks.tensors import as_4d, is_aligned
 from attnroute.masks.tracing import address, example, holds
+from attnroute.question.call import AlibiBias, Bias, Call, Context, DenseBias, FunctionBias, MaskNode, Strides
 from attnroute.vocabulary import HEAD_DIM_MULTIPLE
 
 if TYPE_CHECKING:
-    from attnroute.executors._inputs import ScoreMod
+    from attnroute.executors.inputs import ScoreMod
     from attnroute.vocabulary import Alignment, Dtype, Layout, ScaleSign, Transform
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from attnroute.memory import Memory
-from attnroute.policy import Policy, merge
+from attnroute.question.policy import Policy, merge
 from attnroute.scopes import is_scoped, stated_in
 from attnroute.settings import environment, policy_of
 

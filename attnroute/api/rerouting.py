@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attnroute.api import failures, routes
 from attnroute.errors import KernelRefusedError, NoBackendError, RerouteWarning
-from attnroute.executors import _launch
+from attnroute.executors import launch
 from attnroute.report.refusal import render_kept, render_replaced, render_reroute
 from attnroute.tables.load import load
 from attnroute.vocabulary import HEAD_DIM_MULTIPLE
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from attnroute.api.choices import Choice
     from attnroute.api.question import Arguments
     from attnroute.api.routes import Output, Route
-    from attnroute.call import Call
-    from attnroute.executors._launch import Replaced
-    from attnroute.policy import Policy
+    from attnroute.executors.launch import Replaced
+    from attnroute.question.call import Call
+    from attnroute.question.policy import Policy
 
 
 def reroute(error: KernelRefusedError, route: Route, args: Arguments, policy: Policy, key: object) -> Output:
@@ -100,4 +100,4 @@ def _concerns(call: Call, found: Replaced) -> bool:
     )
 
 
-_launch.listen(_replaced)
+launch.listen(_replaced)

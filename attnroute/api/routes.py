@@ -13,22 +13,22 @@ from attnroute.api import choices, compiling, failures, guards, recompute
 from attnroute.api.choices import Choice
 from attnroute.api.question import Arguments, bias_of, call_of, device_of, example_of, extent_of, mask_of
 from attnroute.api.validate import check_extras, check_tensors
-from attnroute.call import AnyNode, Call, FunctionNode, NotNode
 from attnroute.engine.decision import Decision
-from attnroute.executors._inputs import Inputs, Plan
-from attnroute.executors._repairs import Run, run_repaired
+from attnroute.executors.inputs import Inputs, Plan
+from attnroute.executors.prepare.apply import Run, run_repaired
 from attnroute.executors.registry import executor
-from attnroute.host import Host
 from attnroute.masks import Causal, Dense, Mask, Window
-from attnroute.masks.look import look_into
-from attnroute.masks.lowered import FULL, LoweredMask
-from attnroute.masks.nodes import Extent
-from attnroute.masks.ragged import Ragged
+from attnroute.masks.lowered.form import FULL, LoweredMask
+from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.objects.ragged import Ragged
+from attnroute.masks.recognition.look import look_into
 from attnroute.masks.tensors import keeper_of
 from attnroute.masks.tracing import is_exporting
 from attnroute.memory import Memory
-from attnroute.policy import Policy
 from attnroute.probes.torch_host import host_of
+from attnroute.question.call import AnyNode, Call, FunctionNode, NotNode
+from attnroute.question.host import Host
+from attnroute.question.policy import Policy
 from attnroute.report import log
 from attnroute.tables.load import Tables, load
 from attnroute.tables.load import forget as tables_forget

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnroute import fits
 from attnroute.biases import Bias
 from attnroute.errors import argument_error
-from attnroute.masks import checks
-from attnroute.masks.nodes import Mask
+from attnroute.masks.objects import checks
+from attnroute.masks.objects.nodes import Mask
 from attnroute.masks.tensors import check_dense
+from attnroute.question import fits
 from attnroute.vocabulary import DTYPES
 
 if TYPE_CHECKING:
     from attnroute.api.question import Arguments
-    from attnroute.masks.nodes import Extent
+    from attnroute.masks.objects.nodes import Extent
 
 LAYOUTS = ("bhsd", "bshd", "thd")
 _SHAPES = {

@@ -6,10 +6,10 @@ import argparse
 import re
 from typing import Final
 
-from attnroute.call import Call
 from attnroute.cli._parser import Parser
 from attnroute.errors import ArgumentError, quoted
-from attnroute.line import WORDS, parse, split
+from attnroute.question.call import Call
+from attnroute.question.line import WORDS, parse, split
 from attnroute.vocabulary import DTYPE_SHORT
 
 _SWITCHES: Final = {

@@ -9,8 +9,8 @@ from typing import cast
 
 from attnroute.cli._parser import Parser
 from attnroute.errors import ArgumentError, did_you_mean, quoted
-from attnroute.host import Host
 from attnroute.probes.packages import PROVIDERS
+from attnroute.question.host import Host
 from attnroute.report.sentences import listed
 from attnroute.tables.alternatives import names_in
 from attnroute.tables.cards import suggestion

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attnroute.cli._host import probed
 from attnroute.cli._parser import Parser
 from attnroute.errors import ArgumentError
-from attnroute.line import render
+from attnroute.question.line import render
 from attnroute.report.layout import WIDTH
 from attnroute.report.sentences import host_line
 from attnroute.report.text import render_others

@@ -10,7 +10,7 @@ from attnroute.cli._host import add_host, host_of
 from attnroute.cli._parser import Parser, add_format
 from attnroute.engine.decide import decide
 from attnroute.errors import NoBackendError
-from attnroute.policy import merge
+from attnroute.question.policy import merge
 from attnroute.report.json import decision_json
 from attnroute.report.layout import field
 from attnroute.report.text import render_decision

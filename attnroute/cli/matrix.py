@@ -9,7 +9,7 @@ from attnroute.cli._host import add_host, host_of
 from attnroute.cli._parser import Parser
 from attnroute.engine.decide import decide
 from attnroute.errors import printable
-from attnroute.line import parse
+from attnroute.question.line import parse
 from attnroute.settings import current
 from attnroute.tables.load import Tables, load
 

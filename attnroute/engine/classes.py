@@ -11,11 +11,11 @@ from collections.abc import Hashable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from attnroute.call import Call, DocumentsNode
 from attnroute.engine.quadratic import may_grow
 from attnroute.engine.repairs import apply
-from attnroute.facts import LENGTH_FACTS, empty_rows_of, facts_of
-from attnroute.masks.normalize import normalize, recognized
+from attnroute.question.call import Call, DocumentsNode
+from attnroute.question.facts import LENGTH_FACTS, empty_rows_of, facts_of
+from attnroute.question.normalize import normalize, recognized
 from attnroute.tables import conditions
 from attnroute.tables.schema import AnyOf, Box, boxes_of
 from attnroute.vocabulary import GRID_LIMIT

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attnroute import fits
-from attnroute.call import Call
-from attnroute.engine import repairs, stock, what_if
+from attnroute.engine import repairs, stock
+from attnroute.engine.advice import what_if
 from attnroute.engine.decision import Decision, Exclusion, Verdict
 from attnroute.engine.evaluate import evaluate, missing_needs
 from attnroute.engine.finding import Finding
 from attnroute.engine.options import Options, options_for
 from attnroute.engine.quadratic import holds_quadratic, may_grow
 from attnroute.engine.rank import declared_order, ranked
-from attnroute.host import Host
-from attnroute.masks.normalize import normalize
-from attnroute.policy import Policy
+from attnroute.question import fits
+from attnroute.question.call import Call
+from attnroute.question.host import Host
+from attnroute.question.normalize import normalize
+from attnroute.question.policy import Policy
 from attnroute.tables.load import Tables, load
 from attnroute.vocabulary import BUILD_MASKS, SLOW_TIER, Repair, Status
 

@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from attnroute.call import Call
 from attnroute.engine.finding import Finding
 from attnroute.engine.stock import Stock
-from attnroute.host import Host
-from attnroute.policy import Policy
+from attnroute.question.call import Call
+from attnroute.question.host import Host
+from attnroute.question.policy import Policy
 from attnroute.vocabulary import Repair, Status
 
 

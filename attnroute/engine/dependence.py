@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from attnroute.call import AlibiBias
 from attnroute.engine import repairs
 from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply
 from attnroute.engine.quadratic import SMALL_MASK
 from attnroute.engine.rank import declared_order, may_precede
-from attnroute.facts import LENGTH_FACTS, Facts, facts_of, sizes_of
+from attnroute.question.call import AlibiBias
+from attnroute.question.facts import LENGTH_FACTS, Facts, facts_of, sizes_of
 from attnroute.tables import conditions
 from attnroute.tables.schema import AnyOf, Box, Rule, boxes_of
 from attnroute.vocabulary import BUILD_MASKS, SPLITS
@@ -21,8 +21,8 @@ from attnroute.vocabulary import BUILD_MASKS, SPLITS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attnroute.call import Call
     from attnroute.engine.decision import Decision, Verdict
+    from attnroute.question.call import Call
     from attnroute.tables.conditions import Spec, Tri
     from attnroute.tables.load import Tables
     from attnroute.tables.schema import Option, Order

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from attnroute.call import Call
 from attnroute.engine.finding import Finding
 from attnroute.engine.needs import needed_features
 from attnroute.errors import TableError
-from attnroute.facts import Facts, facts_of
-from attnroute.host import Host
+from attnroute.question.call import Call
+from attnroute.question.facts import Facts, facts_of
+from attnroute.question.host import Host
 from attnroute.tables import conditions
 from attnroute.tables.alternatives import alternatives, names_in, spare
 from attnroute.tables.schema import AnyOf, BackendInfo, Box, Option, Order, Rule, boxes_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attnroute.call import Call
-from attnroute.facts import Facts
+from attnroute.question.call import Call
+from attnroute.question.facts import Facts
 from attnroute.vocabulary import Feature
 
 _FLAGS: tuple[Feature, ...] = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnroute.engine.evaluate import certainly_holds
-from attnroute.facts import facts_of
+from attnroute.question.facts import facts_of
 
 if TYPE_CHECKING:
-    from attnroute.call import Call
-    from attnroute.host import Host
+    from attnroute.question.call import Call
+    from attnroute.question.host import Host
     from attnroute.tables.load import Tables
     from attnroute.tables.schema import OptionValue
 

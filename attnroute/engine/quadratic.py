@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from attnroute.call import Call
-from attnroute.facts import facts_of
+from attnroute.question.call import Call
+from attnroute.question.facts import facts_of
 from attnroute.tables import conditions
 
 SMALL_MASK: Final = ("mask_elements", "<4194304")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnroute.call import Call
 from attnroute.engine.decision import Decision, Verdict
 from attnroute.engine.evaluate import certainly_holds
-from attnroute.facts import facts_of
-from attnroute.host import Host
-from attnroute.policy import Policy
+from attnroute.question.call import Call
+from attnroute.question.facts import facts_of
+from attnroute.question.host import Host
+from attnroute.question.policy import Policy
 from attnroute.tables.schema import Order
 from attnroute.vocabulary import SLOW_TIER
 

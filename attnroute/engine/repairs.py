@@ -1,6 +1,6 @@
 """Preparations as changes of a `Call`: what the call is after each, and how many bytes the change takes.
 
-The executor side of each stands in `attnroute.executors._repairs`. None changes the mathematical result.
+The executor side of each stands in `attnroute.executors.prepare.apply`. None changes the mathematical result.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from attnroute.call import (
+from attnroute.question.call import (
     AlibiBias,
     AnyNode,
     Call,
@@ -24,8 +24,8 @@ from attnroute.call import (
     Strides,
     WindowNode,
 )
-from attnroute.facts import alignment_of, empty_rows_of
-from attnroute.masks.normalize import normalize, recognized
+from attnroute.question.facts import alignment_of, empty_rows_of
+from attnroute.question.normalize import normalize, recognized
 from attnroute.vocabulary import DTYPE_BYTES, GRID_LIMIT, HEAD_DIM_MULTIPLE, EmptyRows, Repair
 
 Change = tuple[Call, int]

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from attnroute.call import Call, CausalNode, Context, DenseBias, DenseNode, FunctionNode
 from attnroute.engine import repairs
 from attnroute.engine.evaluate import STOCK_SCOPES, evaluate
-from attnroute.host import Host
-from attnroute.masks.normalize import normalize
+from attnroute.question.call import Call, CausalNode, Context, DenseBias, DenseNode, FunctionNode
+from attnroute.question.host import Host
+from attnroute.question.normalize import normalize
 from attnroute.tables.versions import contains, version_of
 
 if TYPE_CHECKING:

@@ -7,14 +7,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from attnroute.errors import KernelRefusedError, TableError
-from attnroute.executors._launch import before_launch
+from attnroute.executors.launch import before_launch
 
 if TYPE_CHECKING:
-    from attnroute.executors._repairs import Run
+    from attnroute.executors.prepare.apply import Run
+
+_MODULES = {
+    "flash": "aten.flash",
+    "cudnn": "aten.cudnn",
+    "efficient": "aten.efficient",
+    "math": "aten.math",
+    "flex": "flex.run",
+    "flex_fa4": "flex.fa4",
+    "chunked": "chunked.run",
+}
+"""Backend to its module; every other one stands in `packages` under its own name."""
 
 
 def executor(backend: str) -> Run:
-    """Return the `run` of `attnroute.executors.<backend>`.
+    """Return the `run` of a backend's module.
 
     Where that cannot be imported, because something that it imports fails, what is returned refuses each
     call, so that the next backend runs it. The next route tries again.
@@ -32,13 +43,13 @@ def executor(backend: str) -> Run:
 
 @lru_cache(maxsize=32)
 def _imported(backend: str) -> Run:
-    name = f"attnroute.executors.{backend}"
+    name = f"attnroute.executors.{_MODULES.get(backend, f'packages.{backend}')}"
     try:
         return cast("Run", import_module(name).run)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        required = f"attnroute/executors/{backend}.py, which runs it"
+        required = f"attnroute/executors/packages/{backend}.py, which runs it"
         raise TableError(f"any/{backend}.toml requires {required}; got none; ban {backend}.") from error
 
 

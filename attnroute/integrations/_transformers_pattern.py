@@ -14,7 +14,7 @@ from attnroute.masks.tensors import remember
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnroute.masks.lowered import PaddingSide
+    from attnroute.masks.lowered.form import PaddingSide
     from attnroute.vocabulary import Alignment
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from attnroute.masks.arbitrary import Blocks, Dense, Function
-from attnroute.masks.bands import Causal, PrefixLM, Window
-from attnroute.masks.nodes import All, Either, Mask, Not
-from attnroute.masks.tokens import Documents, KeyPadding
+from attnroute.masks.objects.arbitrary import Blocks, Dense, Function
+from attnroute.masks.objects.bands import Causal, PrefixLM, Window
+from attnroute.masks.objects.nodes import All, Either, Mask, Not
+from attnroute.masks.objects.tokens import Documents, KeyPadding
 
 __all__ = [
     "All",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from attnroute.masks.nodes import Mask
+    from attnroute.masks.objects.nodes import Mask
 
 Spec = Any
 """A nested tuple of words and numbers; `("tensor", n)` stands for the n-th tensor."""
@@ -72,6 +72,6 @@ def put_together(spec: Spec, tensors: list[Tensor]) -> Any:
 
 
 def _class(name: str) -> type[Mask]:
-    module = "attnroute.masks.ragged" if name == "Ragged" else "attnroute.masks"
+    module = "attnroute.masks.objects.ragged" if name == "Ragged" else "attnroute.masks"
     found: type[Mask] = getattr(import_module(module), name)
     return found

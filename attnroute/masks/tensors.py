@@ -11,19 +11,19 @@ import torch
 from torch import SymInt, Tensor
 from torch.autograd import forward_ad
 
-from attnroute import fits
-from attnroute.masks import checks
-from attnroute.masks.identity import KEEPER
+from attnroute.masks.lowered.region import allowed, whole
 from attnroute.masks.marks import Mark, is_private, places_of
-from attnroute.masks.region import allowed, whole
+from attnroute.masks.objects import checks
+from attnroute.masks.objects.identity import KEEPER
 from attnroute.masks.tracing import address, holds, is_exporting, is_traced, is_tracing
 from attnroute.memory import Memory
+from attnroute.question import fits
 
 if TYPE_CHECKING:
-    from attnroute.masks.bands import PrefixLM
-    from attnroute.masks.lowered import LoweredMask
-    from attnroute.masks.nodes import Extent, Mask
-    from attnroute.masks.tokens import Documents, KeyPadding
+    from attnroute.masks.lowered.form import LoweredMask
+    from attnroute.masks.objects.bands import PrefixLM
+    from attnroute.masks.objects.nodes import Extent, Mask
+    from attnroute.masks.objects.tokens import Documents, KeyPadding
 
 ALIGN = 8
 """Elements. EFFICIENT needs row strides of 16 bytes at 16 bit; stock SDPA pads to the same multiple."""

@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import torch
 
-from attnroute.host import Host, arch_of
 from attnroute.probes import compilers, packages
 from attnroute.probes.packages import installed
 from attnroute.probes.trouble import said_by
+from attnroute.question.host import Host, arch_of
 
 _CUDNN_MAJOR = 10000
 _CUDNN_MINOR = 100

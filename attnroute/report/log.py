@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from attnroute.errors import printable
-from attnroute.line import render
+from attnroute.question.line import render
 from attnroute.report.sentences import status, why_selected
 from attnroute.report.text import render_decision
 

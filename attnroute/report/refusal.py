@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnroute.errors import printable
-from attnroute.line import render
+from attnroute.question.line import render
 from attnroute.report.sentences import host_line
 
 if TYPE_CHECKING:
     from attnroute.engine.decision import Decision
-    from attnroute.policy import Policy
+    from attnroute.question.policy import Policy
 
 
 def render_reroute(failed: Decision, now: Decision, said: str, *, lasts: bool = True) -> str:

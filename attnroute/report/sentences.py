@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnroute.call import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
+from attnroute.question.call import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
 from attnroute.report.size import size
 from attnroute.tables.alternatives import alternatives
 from attnroute.vocabulary import SLOW_TIER
 
 if TYPE_CHECKING:
-    from attnroute.call import Call, RecognizedNode
     from attnroute.engine.decision import Decision, Exclusion, Hint, Verdict
     from attnroute.engine.finding import Finding
     from attnroute.engine.stock import Stock
-    from attnroute.host import Host
-    from attnroute.policy import Policy
+    from attnroute.question.call import Call, RecognizedNode
+    from attnroute.question.host import Host
+    from attnroute.question.policy import Policy
 
 _FIRST_VERSIONS: Final[tuple[str, ...]] = ("torch", "cuda", "cudnn")
 _MASK_FORMS: Final = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnroute.errors import printable
-from attnroute.line import render
+from attnroute.question.line import render
 from attnroute.report import sentences
 from attnroute.report.layout import LABEL, field, wrapped
 from attnroute.report.size import size

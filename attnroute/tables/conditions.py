@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Literal
 
 from attnroute.errors import did_you_mean, quoted, shortened
-from attnroute.facts import BOOLS, FACTS, WORDS, Facts, Unknown, Value, Varies
+from attnroute.question.facts import BOOLS, FACTS, WORDS, Facts, Unknown, Value, Varies
 
 Tri = Literal["true", "false", "varies", "unknown"]
 Spec = bool | int | float | str | list[str] | list[int] | list[bool]
@@ -63,7 +63,7 @@ def check(field: str, spec: Spec) -> None:
     """
     if field not in FACTS:
         near = did_you_mean(field, FACTS) or "."
-        msg = f"a condition requires fields that attnroute.facts lists; got {quoted(field)}{near}"
+        msg = f"a condition requires fields that attnroute.question.facts lists; got {quoted(field)}{near}"
         raise ValueError(msg)
     if spec == []:
         raise ValueError(f"{field} requires a list with something in it; got an empty one.")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from attnroute.tables.schema import BackendInfo, Evidence, Option, Rule
 
 EXECUTORS = Path(__file__).parent.parent / "executors"
+_BACKENDS = {"flex/run.py": "flex", "flex/fa4.py": "flex_fa4", "chunked/run.py": "chunked"}
+"""Modules whose name is not that of their backend."""
 RESERVED = ("feature-", "versions-known", "no-table", "cpu-only", "cuda-only")
 """Beginnings of rule names that the engine gives to its own findings."""
 _STOCK_FILE = f"{ANY}/stock.toml"
@@ -241,13 +243,14 @@ def _has_run(text: str) -> bool:
 
 def _executors(tables: Tables) -> Iterator[Problem]:
     """Every backend has a module that runs it, and the reverse. By path: nothing is imported."""
-    modules = [p for p in EXECUTORS.glob("[a-z]*.py") if _has_run(p.read_text(encoding="utf-8"))]
-    runnable = {p.stem for p in modules}
-    for name in sorted(set(tables.backends) - runnable):
-        sentence = f"requires attnroute/executors/{name}.py with a run(); got none."
+    modules = [p for p in EXECUTORS.rglob("[a-z]*.py") if _has_run(p.read_text(encoding="utf-8"))]
+    runnable = {_BACKENDS.get(p.relative_to(EXECUTORS).as_posix(), p.stem): p for p in modules}
+    for name in sorted(set(tables.backends) - set(runnable)):
+        sentence = f"requires a module of attnroute/executors with a run() for {name}; got none."
         yield Problem(f"{ANY}/{name}.toml", "", "", sentence)
-    for name in sorted(runnable - set(tables.backends)):
-        sentence = f"is required by attnroute/executors/{name}.py; got no such file."
+    for name in sorted(set(runnable) - set(tables.backends)):
+        module = runnable[name].relative_to(EXECUTORS).as_posix()
+        sentence = f"is required by attnroute/executors/{module}; got no such file."
         yield Problem(f"{ANY}/{name}.toml", "", "", sentence)
 
 

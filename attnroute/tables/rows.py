@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from attnroute.host import device_of
+from attnroute.question.host import device_of
 from attnroute.tables.schema import BackendInfo, FeatureAnswer, Option, Rule
 
 _KERNELS: Final = {"cpu": "CPUs", "cuda": "CUDA devices"}

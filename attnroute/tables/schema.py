@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from attnroute.host import Arch
+from attnroute.question.host import Arch
 from attnroute.tables import conditions, versions
 from attnroute.tables.conditions import Spec
 from attnroute.vocabulary import Device, EvidenceKind, Feature, Phase, Repair, RuleKind, RuleScope

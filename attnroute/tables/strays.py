@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnroute.errors import did_you_mean
-from attnroute.host import ARCH
+from attnroute.question.host import ARCH
 from attnroute.tables.load import ANY, SEVERAL, SHARED, shipped_folder
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backwards import CHECKS, near
-from reference import attend
+from support.backwards import CHECKS, near
+from support.reference import attend
 
 import attnroute
 from attnroute import masks

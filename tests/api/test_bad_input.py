@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-from bad_arguments import CASES, KEY, QUERY
-from bad_forms import CASES as FORMS
-from spy import Spy
+from support.bad_arguments import CASES, KEY, QUERY
+from support.bad_forms import CASES as FORMS
+from support.spy import Spy
 
 import attnroute
 from attnroute.errors import ArgumentError, NoBackendError, OverrideError

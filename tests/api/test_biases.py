@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
-from edge_inputs import close, gradients, normal
-from reference import attend
-from spy import ran
+from support.edge_inputs import close, gradients, normal
+from support.reference import attend
+from support.spy import ran
 
 import attnroute
 from attnroute import biases, masks

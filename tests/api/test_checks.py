@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from spy import Spy
+from support.spy import Spy
 
 import attnroute
 from attnroute import biases, masks

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from edge_inputs import CPU_BACKENDS, WITH_LSE, close, gradients, normal
-from reference import attend
-from spy import Spy
+from support.edge_inputs import CPU_BACKENDS, WITH_LSE, close, gradients, normal
+from support.reference import attend
+from support.spy import Spy
 
 import attnroute
 from attnroute import masks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compile_cases import CASES, problem
-from reference import attend, error
+from support.compile_cases import CASES, problem
+from support.reference import attend, error
 from torch.nn.functional import scaled_dot_product_attention as stock
 from torch.utils.checkpoint import checkpoint
 

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from reference import TOLERANCE, attend, error
-from refusing import REFUSAL, SAID, Fakes, call, explained, quietly, tensors
-from spy import ran
+from support.reference import TOLERANCE, attend, error
+from support.refusing import REFUSAL, SAID, Fakes, call, explained, quietly, tensors
+from support.spy import ran
 
 import attnroute
 from attnroute import masks

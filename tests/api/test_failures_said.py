@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from refusing import SAID, Fakes, call, explained, quietly, tensors
-from spy import ran
+from support.refusing import SAID, Fakes, call, explained, quietly, tensors
+from support.spy import ran
 
 import attnroute
 from attnroute.api import routes

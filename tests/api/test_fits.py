@@ -10,7 +10,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import attnroute
 from attnroute import masks
-from attnroute.call import (
+from attnroute.cli import main
+from attnroute.errors import ArgumentError
+from attnroute.question.call import (
     AnyNode,
     Call,
     CausalNode,
@@ -23,10 +25,8 @@ from attnroute.call import (
     PrefixNode,
     WindowNode,
 )
-from attnroute.cli import main
-from attnroute.errors import ArgumentError
-from attnroute.host import Host
-from attnroute.line import parse, render
+from attnroute.question.host import Host
+from attnroute.question.line import parse, render
 
 HOST = Host(arch="cpu", versions={"torch": "2.13.0+cpu"})
 LENGTHS = st.sampled_from([0, 1, 4, 6])

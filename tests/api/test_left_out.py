@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
-from reference import TOLERANCE, attend, error
+from support.reference import TOLERANCE, attend, error
 
 import attnroute
 from attnroute import masks
 from attnroute.engine.decide import decide
 from attnroute.errors import ArgumentError
-from attnroute.host import Host
-from attnroute.line import parse
+from attnroute.question.host import Host
+from attnroute.question.line import parse
 
 BATCH, HEADS, HEADS_KV, LENGTH, HEAD_DIM = 3, 4, 2, 37, 16
 COUNTS = torch.tensor([20, 37, 5])

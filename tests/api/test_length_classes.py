@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import TOLERANCE, attend, error
-from spy import Spy
+from support.reference import TOLERANCE, attend, error
+from support.spy import Spy
 
 import attnroute
 from attnroute.api import choices, routes

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from reference import TOLERANCE, attend, error
-from spy import Spy, ran
+from support.reference import TOLERANCE, attend, error
+from support.spy import Spy, ran
 
 import attnroute
 from attnroute import settings

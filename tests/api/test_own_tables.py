@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from own_tables import ROW, own_overlay, put
+from support.own_tables import ROW, own_overlay, put
 
 import attnroute
 from attnroute.api import routes
 from attnroute.errors import OverrideError, TableError
-from attnroute.host import Host
-from attnroute.line import parse
+from attnroute.question.host import Host
+from attnroute.question.line import parse
 from attnroute.settings import call_policy, current
 
 CALL = parse("bf16 b1 hq8 sq64 d64")

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from spy import ran
+from support.spy import ran
 
 import attnroute
 from attnroute.api import routes
 from attnroute.errors import KernelRefusedError, RerouteWarning
-from attnroute.executors import _launch
+from attnroute.executors import launch
 
 REFUSED = KernelRefusedError("backend flash refused this call", "flash", "AssertionError: no backward")
 
@@ -39,7 +39,7 @@ def selected(given):
 def note(**rest):
     """Tell that FLASH's backward was refused; return what the user was warned of."""
     with pytest.warns(RerouteWarning) as told:
-        _launch.note_backward_failure("flash", REFUSED, "chunked", **rest)
+        launch.note_backward_failure("flash", REFUSED, "chunked", **rest)
     return [str(w.message) for w in told]
 
 
@@ -68,9 +68,9 @@ def test_layers_that_ran_forward_before_are_told_of_once():
     call(tensors())
     note()
     for _ in range(3):
-        _launch.note_backward_failure("flash", REFUSED, "chunked")
+        launch.note_backward_failure("flash", REFUSED, "chunked")
     call(tensors())
-    _launch.note_backward_failure("flash", REFUSED, "chunked")
+    launch.note_backward_failure("flash", REFUSED, "chunked")
 
 
 def test_calls_that_ask_for_no_gradient_keep_the_backend():
@@ -109,7 +109,7 @@ def test_a_kernel_of_no_known_call_is_told_of_all_the_same():
     (said,) = note()
     assert "chunked ran in its place. To keep flash away" in said
     assert selected(tensors()) == "flash"
-    _launch.note_backward_failure("flash", REFUSED, "chunked")
+    launch.note_backward_failure("flash", REFUSED, "chunked")
 
 
 def test_another_backend_is_not_concerned():
@@ -124,6 +124,6 @@ def test_another_backend_is_not_concerned():
 def test_threads_of_autograd_are_heard():
     call(tensors())
     with pytest.warns(RerouteWarning) as told, ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda _: _launch.note_backward_failure("flash", REFUSED, "chunked"), range(6)))
+        list(pool.map(lambda _: launch.note_backward_failure("flash", REFUSED, "chunked"), range(6)))
     assert len(told) == 1
     assert selected(tensors()) == "chunked"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import TOLERANCE, attend, error
-from spy import Spy
+from support.reference import TOLERANCE, attend, error
+from support.spy import Spy
 
 import attnroute
 from attnroute import masks

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from edge_inputs import CPU_BACKENDS, close, doubles, gradients, normal
-from reference import attend
+from support.edge_inputs import CPU_BACKENDS, close, doubles, gradients, normal
+from support.reference import attend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 

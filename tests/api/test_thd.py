@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from edge_inputs import close
 from hypothesis import given
 from hypothesis import strategies as st
-from packed_inputs import alone, packed, sums_of
-from reference import TOLERANCE, error
-from spy import Spy, ran
+from support.edge_inputs import close
+from support.packed_inputs import alone, packed, sums_of
+from support.reference import TOLERANCE, error
+from support.spy import Spy, ran
 
 import attnroute
 from attnroute.api import routes

@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 import torch
-from edge_inputs import close, gradients, normal
-from reference import attend
-from spy import ran
+from support.edge_inputs import close, gradients, normal
+from support.reference import attend
+from support.spy import ran
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.nn.functional import scaled_dot_product_attention

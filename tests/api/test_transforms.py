@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from edge_inputs import close, doubles, normal
-from reference import attend
+from support.edge_inputs import close, doubles, normal
+from support.reference import attend
 from torch.autograd import forward_ad
 
 import attnroute

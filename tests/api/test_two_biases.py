@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from reference import TOLERANCE, attend, error
+from support.reference import TOLERANCE, attend, error
 
 import attnroute
 

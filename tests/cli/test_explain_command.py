@@ -11,9 +11,9 @@ from attnroute import settings
 from attnroute.cli import main
 from attnroute.engine.decide import decide
 from attnroute.errors import ArgumentError
-from attnroute.host import Host
-from attnroute.line import parse
-from attnroute.policy import Policy, merge
+from attnroute.question.host import Host
+from attnroute.question.line import parse
+from attnroute.question.policy import Policy, merge
 from attnroute.report.json import decision_from_json
 from attnroute.tables.releases import companions_of, known
 

@@ -6,13 +6,13 @@ How to accept a change stands in `tests/golden_files.py`.
 from __future__ import annotations
 
 import pytest
-from golden_files import FOLDER, check
+from support.golden_files import FOLDER, check
 
 from attnroute.cli import main
 from attnroute.engine.decide import decide
-from attnroute.host import Host
-from attnroute.line import parse
-from attnroute.policy import Policy
+from attnroute.question.host import Host
+from attnroute.question.line import parse
+from attnroute.question.policy import Policy
 from attnroute.report.text import render_failure, render_quadratic
 
 H100 = Host(

@@ -6,7 +6,7 @@ import pytest
 
 from attnroute.cli import main
 from attnroute.cli._call import _mask_words
-from attnroute.line import parse
+from attnroute.question.line import parse
 from attnroute.report.json import decision_from_json
 
 CALL = "bf16 b2 hq8 sq4096 d64"

@@ -11,8 +11,8 @@ from attnroute.cli import COMMANDS, main
 from attnroute.cli.matrix import CALLS
 from attnroute.cli.tables import SCHEMA_FILE, schema_text
 from attnroute.engine.decide import decide
-from attnroute.host import Host
-from attnroute.line import WORDS, parse, render
+from attnroute.question.host import Host
+from attnroute.question.line import WORDS, parse, render
 from attnroute.tables import lint
 from attnroute.tables.load import load, shipped_folder
 from attnroute.tables.schema import ArchTable, BackendTable, StockTable

@@ -13,8 +13,8 @@ from attnroute.cli import main
 from attnroute.cli._outlet import OutputError
 from attnroute.engine.decide import decide
 from attnroute.errors import ArgumentError, TableError, printable
-from attnroute.host import Host
-from attnroute.line import parse
+from attnroute.question.host import Host
+from attnroute.question.line import parse
 from attnroute.report.json import decision_from_json, decision_json
 from attnroute.settings import from_environment, reload
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compile_cases import CASES, problem, results
-from spy import Spy
+from support.compile_cases import CASES, problem, results
+from support.spy import Spy
 from torch._dynamo.utils import counters
 
 import attnroute

@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from compile_cases import problem
+from support.compile_cases import problem
 from torch.export import Dim, export
 
 import attnroute

@@ -11,8 +11,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 import attnroute
 from attnroute import masks
 from attnroute.api import routes
-from attnroute.host import Host
 from attnroute.probes import imports
+from attnroute.question.host import Host
 
 VERSIONS = {
     "torch": "2.11.0+cu130",

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from compile_cases import problem
-from spy import profiled
+from support.compile_cases import problem
+from support.spy import profiled
 from torch._dynamo.utils import counters
 
 import attnroute

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import calls, hosts
+from support.strategies import calls, hosts
 
-from attnroute.call import Call
 from attnroute.engine.classes import class_of, length_conditions
 from attnroute.engine.decide import decide
-from attnroute.host import Host
-from attnroute.line import parse
+from attnroute.question.call import Call
+from attnroute.question.host import Host
+from attnroute.question.line import parse
 from attnroute.tables.load import load
 
 LENGTHS = st.sampled_from([1, 2, 63, 64, 100, 127, 128, 129, 192, 256, 320, 704, 1024, 4096, 65536, 70000])

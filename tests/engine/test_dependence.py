@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from open_lengths import graph_of, graphs_for
-from strategies import calls, hosts
+from support.open_lengths import graph_of, graphs_for
+from support.strategies import calls, hosts
 
-from attnroute import fits
 from attnroute.engine.decide import decide
 from attnroute.engine.dependence import OPEN, questions_of
-from attnroute.host import Host
-from attnroute.line import parse
-from attnroute.masks.normalize import normalize
-from attnroute.policy import Policy
+from attnroute.question import fits
+from attnroute.question.host import Host
+from attnroute.question.line import parse
+from attnroute.question.normalize import normalize
+from attnroute.question.policy import Policy
 from attnroute.tables.load import load
 
 TORCHS = {"torch": "2.11.0+cu130", "cuda": "13.0", "cudnn": "9.19.0", "triton": "3.6.0"}

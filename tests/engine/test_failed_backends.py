@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_inputs import CALL, CPU
+from support.policy_inputs import CALL, CPU
 
 from attnroute.engine.decide import decide
-from attnroute.policy import Policy, merge
+from attnroute.question.policy import Policy, merge
 from attnroute.report.json import decision_from_json, decision_json
 from attnroute.tables.load import load
 

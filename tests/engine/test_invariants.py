@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import calls, hosts
+from support.strategies import calls, hosts
 
-from attnroute.call import Call
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision
-from attnroute.facts import BOOLS, FACTS, WORDS
-from attnroute.host import Host
-from attnroute.policy import Policy
+from attnroute.question.call import Call
+from attnroute.question.facts import BOOLS, FACTS, WORDS
+from attnroute.question.host import Host
+from attnroute.question.policy import Policy
 from attnroute.tables.load import Tables, load, shipped_folder
 from attnroute.tables.rows import RuleRow
 from attnroute.tables.schema import Evidence, Rule

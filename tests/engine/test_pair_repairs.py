@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import calls, hosts
+from support.strategies import calls, hosts
 
-from attnroute.call import (
+from attnroute.engine.classes import class_of
+from attnroute.engine.decide import decide, judge
+from attnroute.engine.repairs import ORDER, apply
+from attnroute.question.call import (
     AlibiBias,
     AnyNode,
     Call,
@@ -24,12 +27,9 @@ from attnroute.call import (
     Strides,
     WindowNode,
 )
-from attnroute.engine.classes import class_of
-from attnroute.engine.decide import decide, judge
-from attnroute.engine.repairs import ORDER, apply
-from attnroute.host import Host
-from attnroute.masks.normalize import normalize
-from attnroute.policy import Policy
+from attnroute.question.host import Host
+from attnroute.question.normalize import normalize
+from attnroute.question.policy import Policy
 from attnroute.tables.load import Tables, load, shipped_folder
 from attnroute.tables.rows import RuleRow
 from attnroute.tables.schema import Evidence, Rule

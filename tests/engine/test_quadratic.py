@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from strategies import calls, hosts
+from support.strategies import calls, hosts
 
-from attnroute.call import DenseBias, DenseNode
 from attnroute.engine.decide import decide
-from attnroute.host import Host
-from attnroute.line import parse
-from attnroute.policy import Policy
+from attnroute.question.call import DenseBias, DenseNode
+from attnroute.question.host import Host
+from attnroute.question.line import parse
+from attnroute.question.policy import Policy
 from attnroute.vocabulary import SLOW_TIER
 
 TORCH = {"torch": "2.11.0+cu130", "cuda": "13.0", "cudnn": "9.19.0", "triton": "3.6.0"}

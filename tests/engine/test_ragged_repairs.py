@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attnroute.call import (
+from attnroute.engine.classes import class_of
+from attnroute.engine.decide import decide
+from attnroute.engine.repairs import apply
+from attnroute.question.call import (
     AlibiBias,
     AnyNode,
     Call,
@@ -15,10 +18,7 @@ from attnroute.call import (
     PrefixNode,
     WindowNode,
 )
-from attnroute.engine.classes import class_of
-from attnroute.engine.decide import decide
-from attnroute.engine.repairs import apply
-from attnroute.host import Host
+from attnroute.question.host import Host
 from attnroute.tables.load import load
 
 CALL = Call(

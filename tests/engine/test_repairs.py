@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import calls, hosts
+from support.strategies import calls, hosts
 
-from attnroute.call import (
+from attnroute.engine.decide import decide
+from attnroute.engine.repairs import ORDER, apply, broadcast
+from attnroute.question.call import (
     AlibiBias,
     AnyNode,
     Call,
@@ -22,11 +24,9 @@ from attnroute.call import (
     Strides,
     WindowNode,
 )
-from attnroute.engine.decide import decide
-from attnroute.engine.repairs import ORDER, apply, broadcast
-from attnroute.facts import empty_rows_of
-from attnroute.host import Host
-from attnroute.masks.normalize import normalize
+from attnroute.question.facts import empty_rows_of
+from attnroute.question.host import Host
+from attnroute.question.normalize import normalize
 from attnroute.tables.load import Tables, load, shipped_folder
 from attnroute.tables.rows import RuleRow
 from attnroute.tables.schema import Evidence, Rule

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from attnroute.call import Call
 from attnroute.engine.stock import Stock, predict, score_bytes
-from attnroute.host import Host
+from attnroute.question.call import Call
+from attnroute.question.host import Host
 from attnroute.tables.load import load
 
 H100 = Host(arch="sm_90", versions={"torch": "2.11.0+cu130", "cudnn": "9.19.0"})

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
-from strategies import calls, hosts
+from support.strategies import calls, hosts
 
-from attnroute.call import Call, CausalNode, DenseNode
-from attnroute.engine import what_if
+from attnroute.engine.advice import what_if
+from attnroute.engine.advice.what_if import ANY_VERSION
 from attnroute.engine.decide import decide, judge
 from attnroute.engine.decision import Hint
-from attnroute.engine.what_if import ANY_VERSION
-from attnroute.host import Host
-from attnroute.policy import Policy
+from attnroute.question.call import Call, CausalNode, DenseNode
+from attnroute.question.host import Host
+from attnroute.question.policy import Policy
 from attnroute.tables.load import load
 from attnroute.tables.versions import contains
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from executors.chunked_reference import error
+from support.chunked_reference import error
 
-from attnroute.executors import _chunked_op
-from attnroute.executors.chunked import chunked_attention
-from attnroute.masks.lowered import LoweredMask
+from attnroute.executors.chunked import operator as chunked_op
+from attnroute.executors.chunked.run import chunked_attention
+from attnroute.masks.lowered.form import LoweredMask
 
 IDS = torch.arange(40)[None] // 15
 MASKS = {
@@ -98,4 +98,4 @@ def test_compiled_dropout_follows_the_seed_and_changes_between_calls():
 def test_the_operator_keeps_torchs_rules():
     query, key, value = inputs()
     arguments = (query, key, value, *(None,) * 8, 0.3, 0.0, 0.0, None, 0, None, None, "", [], [])
-    torch.library.opcheck(_chunked_op._forward, arguments)
+    torch.library.opcheck(chunked_op._forward, arguments)

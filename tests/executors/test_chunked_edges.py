@@ -6,14 +6,15 @@ import math
 
 import pytest
 import torch
-from executors.chunked_reference import error, reference, wide
-from executors.chunked_tiling import Largest, tiling
+from support.chunked_reference import error, reference, wide
+from support.chunked_tiling import Largest, tiling
 from torch.utils.checkpoint import checkpoint
 
 from attnroute.errors import ArgumentError, AttnRouteError
-from attnroute.executors import _chunked_call, _chunked_plan
-from attnroute.executors.chunked import chunked_attention
-from attnroute.masks.lowered import FULL, LoweredMask
+from attnroute.executors.chunked import call as chunked_call
+from attnroute.executors.chunked import plan as chunked_plan
+from attnroute.executors.chunked.run import chunked_attention
+from attnroute.masks.lowered.form import FULL, LoweredMask
 
 CAUSAL = LoweredMask(band_hi=0)
 
@@ -241,7 +242,7 @@ def test_no_tensor_is_larger_than_the_budget_or_the_inputs(feature):
     tensors = inputs(heads=4, heads_kv=2, seqlen_q=length, seqlen_kv=length)
     bias = torch.randn(4, 1, length, requires_grad=True)
     arguments = {"bias": {"bias": bias}, "dropout": {"dropout_p": 0.1}, "softcap": {"softcap": 5.0}}
-    with tiling(budget, _chunked_plan.KEY_ALIGN), Largest() as largest:
+    with tiling(budget, chunked_plan.KEY_ALIGN), Largest() as largest:
         out, lse = chunked_attention(*tensors, CAUSAL, block_q=64, **arguments.get(feature, {}))
         (out.sum() + lse.sum()).backward()
     assert largest.elements <= max(budget, *(t.numel() for t in tensors))
@@ -288,7 +289,7 @@ def test_bad_arguments_are_named(changes, words):
     ("capability", "fused"), [((7, 5), False), ((7, 0), False), ((8, 0), True), ((12, 0), True)]
 )
 def test_cards_that_triton_does_not_name_run_torch_operators(monkeypatch, capability, fused):
-    _chunked_call.compiles_triton.cache_clear()
+    chunked_call.compiles_triton.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert _chunked_call.compiles_triton(3) is fused
-    _chunked_call.compiles_triton.cache_clear()
+    assert chunked_call.compiles_triton(3) is fused
+    chunked_call.compiles_triton.cache_clear()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from executors.chunked_compare import Drawn
-from executors.chunked_compare import compare as compare_all
-from executors.chunked_reference import error, reference, wide
-from executors.chunked_tiling import tiling
+from support.chunked_compare import Drawn
+from support.chunked_compare import compare as compare_all
+from support.chunked_reference import error, reference, wide
+from support.chunked_tiling import tiling
 
 from attnroute.errors import ArgumentError
-from attnroute.executors import _chunked_call
-from attnroute.executors.chunked import chunked_attention
-from attnroute.masks.lowered import FULL, LoweredMask, MaskFunction
+from attnroute.executors.chunked import call as chunked_call
+from attnroute.executors.chunked.run import chunked_attention
+from attnroute.masks.lowered.form import FULL, LoweredMask, MaskFunction
 
 pytestmark = pytest.mark.gpu
 
@@ -24,9 +24,9 @@ FEATURES = ("causal", "window", "padding", "documents", "dense", "bias", "softca
 @pytest.fixture(params=["fused", "plain"])
 def steps(request, monkeypatch):
     """Run with the Triton kernels and with plain torch."""
-    chosen = _chunked_call.fused_steps() if request.param == "fused" else _chunked_call.EAGER_STEPS
+    chosen = chunked_call.fused_steps() if request.param == "fused" else chunked_call.EAGER_STEPS
     assert chosen is not None, "this test needs triton"
-    monkeypatch.setattr(_chunked_call, "steps_for", lambda _: chosen)
+    monkeypatch.setattr(chunked_call, "steps_for", lambda _: chosen)
     return chosen
 
 
@@ -140,8 +140,8 @@ def test_float64_stays_float64():
 
 def test_fused_and_plain_steps_drop_alike(monkeypatch):
     results = []
-    for chosen in (_chunked_call.fused_steps(), _chunked_call.EAGER_STEPS):
-        monkeypatch.setattr(_chunked_call, "steps_for", lambda _, chosen=chosen: chosen)
+    for chosen in (chunked_call.fused_steps(), chunked_call.EAGER_STEPS):
+        monkeypatch.setattr(chunked_call, "steps_for", lambda _, chosen=chosen: chosen)
         tensors = inputs(dtype=torch.float32)
         torch.manual_seed(3)
         out, _ = chunked_attention(*tensors, CAUSAL, dropout_p=0.3, block_q=64)

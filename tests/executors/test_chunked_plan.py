@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import torch
-from executors.chunked_reference import allowed
-from executors.chunked_tiling import budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chunked_reference import allowed
+from support.chunked_tiling import budget
 
-from attnroute.executors import _chunked_plan as plan
-from attnroute.executors._chunked_plan import Geometry, Limits, make_plan
-from attnroute.masks.lowered import LoweredMask
+from attnroute.executors.chunked import plan
+from attnroute.executors.chunked.plan import Geometry, Limits, make_plan
+from attnroute.masks.lowered.form import LoweredMask
 
 LENGTHS = st.integers(0, 90)
 EDGE = st.none() | st.integers(-60, 60)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from executors.chunked_compare import TOLERANCE, Drawn, compare
-from executors.chunked_reference import allowed as reference_allowed
-from executors.chunked_reference import error, reference, wide
-from executors.chunked_strategies import functions, programs
-from executors.chunked_tiling import Largest, tiling
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chunked_compare import TOLERANCE, Drawn, compare
+from support.chunked_reference import allowed as reference_allowed
+from support.chunked_reference import error, reference, wide
+from support.chunked_strategies import functions, programs
+from support.chunked_tiling import Largest, tiling
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from attnroute.errors import ArgumentError, AttnRouteError
-from attnroute.executors import _chunked_call, _chunked_op, _chunked_plan
-from attnroute.executors._chunked_functions import is_wide
-from attnroute.executors._chunked_tile import Extras, Spec
-from attnroute.executors.chunked import chunked_attention
+from attnroute.executors.chunked import call as chunked_call
+from attnroute.executors.chunked import operator as chunked_op
+from attnroute.executors.chunked import plan as chunked_plan
+from attnroute.executors.chunked.functions import is_wide
+from attnroute.executors.chunked.run import chunked_attention
+from attnroute.executors.chunked.tile import Extras, Spec
 from attnroute.masks import Causal, Function, KeyPadding, PrefixLM
-from attnroute.masks.lowered import FULL, LoweredMask, MaskFunction
-from attnroute.masks.nodes import Extent
-from attnroute.masks.region import Region, allowed
+from attnroute.masks.lowered.form import FULL, LoweredMask, MaskFunction
+from attnroute.masks.lowered.region import Region, allowed
+from attnroute.masks.objects.nodes import Extent
 
 LENGTH = st.sampled_from([1, 2, 5, 17, 33])
 SIZES = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 4]), LENGTH, LENGTH)
@@ -192,7 +194,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(length):
     drawn = Drawn(5, torch.float32)
     tensors = drawn.tensors((1, 4, length, length), heads_kv=2)
     mask = wide_program(length)
-    with tiling(budget, _chunked_plan.KEY_ALIGN), Largest() as largest:
+    with tiling(budget, chunked_plan.KEY_ALIGN), Largest() as largest:
         out, lse = chunked_attention(*tensors, mask, block_q=32)
         (out.sum() + lse.sum()).backward()
     assert largest.elements <= max(budget, *(t.numel() for t in tensors))
@@ -227,9 +229,9 @@ def test_tiles_are_smaller_only_where_functions_tell_heads_or_rows_apart():
     assert is_wide(LoweredMask(exclude=(heads,)))
     assert is_wide(LoweredMask(either=((LoweredMask(band_hi=0), heads),)))
     assert is_wide(LoweredMask(sparse=(some_blocks((2, 4, 32, 32)),)))
-    usual = _chunked_plan.tiling_for("cuda")
-    share = _chunked_plan.tiling_for("cuda", wide_functions=True)
-    assert share.score_elements * _chunked_plan.FUNCTION_SHARE == usual.score_elements
+    usual = chunked_plan.tiling_for("cuda")
+    share = chunked_plan.tiling_for("cuda", wide_functions=True)
+    assert share.score_elements * chunked_plan.FUNCTION_SHARE == usual.score_elements
     tensors = Drawn(7, torch.float32).tensors((1, 4, 8, 8))
     plans = []
 
@@ -237,10 +239,10 @@ def test_tiles_are_smaller_only_where_functions_tell_heads_or_rows_apart():
         plans.append(tiling)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_chunked_call, "make_plan", recorded)
+        patch.setattr(chunked_call, "make_plan", recorded)
         for program in (None, narrow, heads):
-            spec = Spec(1.0, 0.0, 0.0, 0, _chunked_plan.Limits(), None, program)
-            _chunked_call.Call.build(*tensors, Extras(), spec)
+            spec = Spec(1.0, 0.0, 0.0, 0, chunked_plan.Limits(), None, program)
+            chunked_call.Call.build(*tensors, Extras(), spec)
     assert [plan.score_elements for plan in plans] == [2**22, 2**22, 2**20]
 
 
@@ -273,8 +275,8 @@ def test_empty_sizes_under_a_program(sizes):
 
 def test_the_operator_refuses_functions():
     tensors = Drawn(10, torch.float32).tensors((1, 2, 8, 8))
-    limits = _chunked_plan.Limits()
+    limits = chunked_plan.Limits()
     for extra in ({"program": wide_program(8)}, {"score_mod": lambda score, *_: score}):
         spec = Spec(1.0, 0.0, 0.0, 0, limits, None, **extra)
         with pytest.raises(AttnRouteError, match="without functions inside a compiled graph"):
-            _chunked_op.attend_compiled(*tensors, Extras(), spec, None)
+            chunked_op.attend_compiled(*tensors, Extras(), spec, None)

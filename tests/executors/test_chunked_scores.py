@@ -6,19 +6,19 @@ import math
 
 import pytest
 import torch
-from executors.chunked_compare import TOLERANCE, Drawn, compare
-from executors.chunked_reference import error
-from executors.chunked_strategies import CHANCE, features, programs
-from executors.chunked_tiling import Largest, tiling
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chunked_compare import TOLERANCE, Drawn, compare
+from support.chunked_reference import error
+from support.chunked_strategies import CHANCE, features, programs
+from support.chunked_tiling import Largest, tiling
 from torch.utils.checkpoint import checkpoint
 
 from attnroute.errors import AttnRouteError
-from attnroute.executors import _chunked_plan
-from attnroute.executors._inputs import Inputs, Plan
-from attnroute.executors.chunked import chunked_attention, run
-from attnroute.masks.lowered import FULL, LoweredMask, MaskFunction
+from attnroute.executors.chunked import plan as chunked_plan
+from attnroute.executors.chunked.run import chunked_attention, run
+from attnroute.executors.inputs import Inputs, Plan
+from attnroute.masks.lowered.form import FULL, LoweredMask, MaskFunction
 
 CAUSAL = LoweredMask(band_hi=0)
 LENGTH = st.sampled_from([1, 2, 5, 17, 33])
@@ -285,7 +285,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(length):
     budget = 2**14
     drawn = Drawn(14, torch.float32)
     tensors, table = drawn.tensors((1, 4, length, length), heads_kv=2), drawn.normal(4, 7).requires_grad_()
-    with tiling(budget, _chunked_plan.KEY_ALIGN), Largest() as largest:
+    with tiling(budget, chunked_plan.KEY_ALIGN), Largest() as largest:
         out, lse = chunked_attention(*tensors, CAUSAL, score_mod=relative(table), softcap=5.0, block_q=32)
         (out.sum() + lse.sum()).backward()
     assert largest.elements <= max(budget, *(t.numel() for t in tensors))

@@ -6,14 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
-from executors.chunked_compare import TOLERANCE, Drawn, compare
-from executors.chunked_reference import error, reference, wide
-from executors.chunked_tiling import Largest
+from support.chunked_compare import TOLERANCE, Drawn, compare
+from support.chunked_reference import error, reference, wide
+from support.chunked_tiling import Largest
 
-from attnroute.executors import _chunked_autograd
-from attnroute.executors._chunked_whole import SKIPPING, WHOLE
-from attnroute.executors.chunked import chunked_attention
-from attnroute.masks.lowered import FULL, LoweredMask
+from attnroute.executors.chunked import autograd
+from attnroute.executors.chunked.run import chunked_attention
+from attnroute.executors.chunked.whole import SKIPPING, WHOLE
+from attnroute.masks.lowered.form import FULL, LoweredMask
 
 SIZES = (2, 6, 70, 90)
 CAUSAL = LoweredMask(band_hi=0)
@@ -24,10 +24,10 @@ PADDED = LoweredMask(key_keep=torch.arange(90) < torch.tensor([[90], [31]]))
 @pytest.fixture
 def blocks():
     """Count the calls that walk blocks, in either direction."""
-    walk = (_chunked_autograd.run_forward, _chunked_autograd.run_backward)
+    walk = (autograd.run_forward, autograd.run_backward)
     with (
-        mock.patch.object(_chunked_autograd, "run_forward", side_effect=walk[0]) as forward,
-        mock.patch.object(_chunked_autograd, "run_backward", side_effect=walk[1]) as backward,
+        mock.patch.object(autograd, "run_forward", side_effect=walk[0]) as forward,
+        mock.patch.object(autograd, "run_backward", side_effect=walk[1]) as backward,
     ):
         yield lambda: forward.call_count + backward.call_count
 

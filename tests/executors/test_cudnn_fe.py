@@ -8,15 +8,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from executors import cudnn_checks, cudnn_graph, signatures
-from executors.cudnn_checks import check, inputs_of, plan_of, ragged_request, request_of, sinks
-from executors.cudnn_graph import Graph
-from reference import attend
+from support import cudnn_checks, cudnn_graph, signatures
+from support.cudnn_checks import check, inputs_of, plan_of, ragged_request, request_of, sinks
+from support.cudnn_graph import Graph
+from support.reference import attend
 
 import attnroute
 from attnroute import masks
-from attnroute.executors import cudnn_fe
-from attnroute.executors._repairs import run_repaired
+from attnroute.executors.packages import cudnn_fe
+from attnroute.executors.prepare.apply import run_repaired
 
 RECORDED = signatures.recorded("nvidia-cudnn-frontend")
 RAGGED = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")

@@ -8,18 +8,18 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from cuda_operators import weights_kept
-from executors import cudnn_checks, flash_attn_cases
-from executors.cudnn_checks import check, inputs_of, plan_of, ragged_request, request_of, sinks
-from executors.flash_attn_math import Attention
-from executors.flash_attn_package import RECORDED, Package
-from reference import attend
+from support import cudnn_checks, flash_attn_cases
+from support.cuda_operators import weights_kept
+from support.cudnn_checks import check, inputs_of, plan_of, ragged_request, request_of, sinks
+from support.flash_attn_math import Attention
+from support.flash_attn_package import RECORDED, Package
+from support.reference import attend
 
 from attnroute import masks
 from attnroute.errors import KernelRefusedError
-from attnroute.executors import fa2
-from attnroute.executors._external import Launched
-from attnroute.executors._repairs import run_repaired
+from attnroute.executors.packages import fa2
+from attnroute.executors.packages.external import Launched
+from attnroute.executors.prepare.apply import run_repaired
 
 RELEASES = ("2.5.6", "2.6.3", "2.8.3")
 """Padded log-sum-exp and no softcap; a window of one argument and eight results; custom operators."""

@@ -8,13 +8,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from executors import cudnn_checks, flash_attn_cases, signatures
-from executors.cudnn_checks import check, inputs_of, plan_of, ragged_request, request_of, sinks
-from executors.flash_attn_math import Attention, cuts_of, ragged_backward, ragged_forward
+from support import cudnn_checks, flash_attn_cases, signatures
+from support.cudnn_checks import check, inputs_of, plan_of, ragged_request, request_of, sinks
+from support.flash_attn_math import Attention, cuts_of, ragged_backward, ragged_forward
 
 from attnroute import masks
-from attnroute.executors import fa3
-from attnroute.executors._repairs import run_repaired
+from attnroute.executors.packages import fa3
+from attnroute.executors.prepare.apply import run_repaired
 
 RECORDED = signatures.recorded("flash-attn-3")
 BUILDS = ("3.0.0b1 of 2025-05-22", "3.0.0", "xformers 0.0.34")
@@ -234,7 +234,7 @@ def test_a_negative_side_is_no_open_one(operators, case):
 
 
 def _request(mask, lengths):
-    from attnroute.executors._request import request_of as ours
+    from attnroute.executors.packages.request import request_of as ours
 
     return ours(inputs_of(mask, *lengths), plan_of("fa3"))
 

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from executors import cudnn_checks, fa4_package, flash_attn_cases
-from executors.cudnn_checks import check, inputs_of, plan_of, ragged_request, request_of, sinks
-from executors.fa4_package import BACKWARD, FORWARD, LENGTHS, RECORDED, SIDES, Package
-from fa4_hosts import RELEASES
+from support import cudnn_checks, fa4_package, flash_attn_cases
+from support.cudnn_checks import check, inputs_of, plan_of, ragged_request, request_of, sinks
+from support.fa4_hosts import RELEASES
+from support.fa4_package import BACKWARD, FORWARD, LENGTHS, RECORDED, SIDES, Package
 
 from attnroute import masks
-from attnroute.executors import fa4
-from attnroute.executors._inputs import Inputs
-from attnroute.executors._repairs import run_repaired
+from attnroute.executors.inputs import Inputs
+from attnroute.executors.packages import fa4
+from attnroute.executors.prepare.apply import run_repaired
 
 NEWEST = "4.0.0b36"
 WITH_SINK_GRADIENT = ("4.0.0b26", NEWEST)

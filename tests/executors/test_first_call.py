@@ -7,11 +7,12 @@ import warnings
 
 import pytest
 import torch
-from executors.cudnn_checks import inputs_of, plan_of, ragged_request, request_of
+from support.cudnn_checks import inputs_of, plan_of, ragged_request, request_of
 
 from attnroute.api import compiling
-from attnroute.executors import _first_call, _flex_compile
-from attnroute.executors._external import External, Gradients, Launched
+from attnroute.executors import first_call
+from attnroute.executors.flex import compile as flex_compile
+from attnroute.executors.packages.external import External, Gradients, Launched
 
 FORWARD = "forward of float64, head dimensions 8, 8"
 BACKWARD = "backward of float64, head dimensions 8, 8"
@@ -54,8 +55,8 @@ QUIET = External("first_call_quiet", Quiet())
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    _first_call.forget()
-    monkeypatch.setattr(_first_call, "_LISTENERS", [])
+    first_call.forget()
+    monkeypatch.setattr(first_call, "_LISTENERS", [])
     monkeypatch.setattr(KERNEL, "seconds", 0.0)
 
 
@@ -64,7 +65,7 @@ def heard():
     found = []
     listener = lambda *said: found.append(said)  # noqa: E731
     for _ in range(2):
-        _first_call.listen(listener)
+        first_call.listen(listener)
     return found
 
 
@@ -82,7 +83,7 @@ def test_each_side_is_announced_once_before_it_is_launched(heard):
 
 def test_seconds_are_told_where_somebody_waited(heard, monkeypatch):
     monkeypatch.setattr(KERNEL, "seconds", 0.02)
-    monkeypatch.setattr(_first_call, "NOTABLE_SECONDS", 0.01)
+    monkeypatch.setattr(first_call, "NOTABLE_SECONDS", 0.01)
     for _ in range(2):
         launch()
     (start, end) = heard
@@ -133,7 +134,7 @@ def test_a_compiler_that_warns_is_not_heard_and_a_later_warning_is(monkeypatch):
 
 
 def test_a_compiler_that_gives_up_has_no_seconds(heard, monkeypatch):
-    monkeypatch.setattr(_first_call, "NOTABLE_SECONDS", 0.0)
+    monkeypatch.setattr(first_call, "NOTABLE_SECONDS", 0.0)
     monkeypatch.setattr(KERNEL, "raising", TypeError("no such tile"))
     with pytest.raises(RuntimeError, match="no such tile"):
         launch()
@@ -142,7 +143,7 @@ def test_a_compiler_that_gives_up_has_no_seconds(heard, monkeypatch):
 
 def test_forgetting_announces_anew(heard):
     launch()
-    _first_call.forget()
+    first_call.forget()
     launch()
     assert len(heard) == 2
 
@@ -150,7 +151,7 @@ def test_forgetting_announces_anew(heard):
 @pytest.mark.parametrize(("mode", "is_said"), [("off", False), ("once", True), ("all", True)])
 def test_users_read_it_on_stderr_where_they_asked(monkeypatch, capsys, mode, is_said):
     monkeypatch.setattr(compiling, "explain_mode", lambda: mode)
-    monkeypatch.setattr(_first_call, "NOTABLE_SECONDS", 0.0)
+    monkeypatch.setattr(first_call, "NOTABLE_SECONDS", 0.0)
     for _ in range(2):
         compiling.show_progress()
     launch()
@@ -170,7 +171,7 @@ def test_flex_says_its_own_name_by_the_same_way(monkeypatch, capsys, backend):
     monkeypatch.setattr(compiling, "explain_mode", lambda: "once")
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda *_: None)
     compiling.show_progress()
-    _flex_compile._measured(_flex_compile.Compiled("j <= i", backend))(None, [])
+    flex_compile._measured(flex_compile.Compiled("j <= i", backend))(None, [])
     first, last = capsys.readouterr().err.splitlines()
     assert first == f"attnroute: {backend} is compiling: j <= i"
     assert last.startswith(f"attnroute: {backend} compiled in 0.0 s")

@@ -11,20 +11,20 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from executors import flash_kernel
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from reference import attend
+from support import flash_kernel
+from support.reference import attend
 
 from attnroute import masks
-from attnroute.call import Call
 from attnroute.engine.repairs import apply
-from attnroute.executors import flash
-from attnroute.executors._inputs import Inputs, Plan
-from attnroute.masks.lowered import FULL
-from attnroute.masks.nodes import Extent
-from attnroute.masks.normalize import normalize
-from attnroute.masks.ragged import Ragged
+from attnroute.executors.aten import flash
+from attnroute.executors.inputs import Inputs, Plan
+from attnroute.masks.lowered.form import FULL
+from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.objects.ragged import Ragged
+from attnroute.question.call import Call
+from attnroute.question.normalize import normalize
 
 BESIDE = st.none() | st.integers(0, 9)
 LENGTHS = st.integers(1, 6)

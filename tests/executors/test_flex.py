@@ -9,14 +9,15 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from reference import TOLERANCE, attend, error
-from spy import profiled
+from support.reference import TOLERANCE, attend, error
+from support.spy import profiled
 from torch.nn.attention.flex_attention import create_block_mask
 
 import attnroute
 from attnroute import biases
-from attnroute.executors import _flex_compile
-from attnroute.masks import Blocks, Causal, Dense, Documents, Function, KeyPadding, Window, mods
+from attnroute.executors.flex import compile as flex_compile
+from attnroute.masks import Blocks, Causal, Dense, Documents, Function, KeyPadding, Window
+from attnroute.masks.lowered import mods
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 4, 2, 16
 GREAT = -30.0
@@ -142,7 +143,7 @@ def squares(sizes):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_structure_is_right_at_every_length_and_compiled_for_the_first_two(name):
-    _flex_compile.forget()
+    flex_compile.forget()
     for sizes in FIRST:
         check(CASES[name], Random(0).randint, sizes)
 
@@ -152,23 +153,23 @@ def test_a_structure_is_right_at_every_length_and_compiled_for_the_first_two(nam
         check(CASES[name], lambda low, high: data.draw(st.integers(low, high)), sizes, scale)
 
     always()
-    (entry,) = _flex_compile.entries()
+    (entry,) = flex_compile.entries()
     assert len(entry.seconds) == 2, entry
 
 
 def test_lengths_below_a_block_compile_no_code_of_their_own():
-    _flex_compile.forget()
+    flex_compile.forget()
     case = Case(lambda pick, sizes: (KeyPadding(left=counts(pick, sizes)), {}))
     for length in (33, 70, 127, 129, 257, 34, 256, 128, 300):
         check(case, Random(length).randint, Sizes(2, length, length))
-    (entry,) = _flex_compile.entries()
+    (entry,) = flex_compile.entries()
     assert len(entry.seconds) <= 3, entry
 
 
 def test_one_query_at_the_end_of_keys_that_grow():
-    _flex_compile.forget()
+    flex_compile.forget()
     case = Case(lambda *_: (Window(140, 0, "bottom_right") & KeyPadding(left=[3, 250]), {}))
     for length in (251, 257, 258, 259, 300, 384, 385):
         check(case, Random(length).randint, Sizes(2, 1, length))
-    (entry,) = _flex_compile.entries()
+    (entry,) = flex_compile.entries()
     assert len(entry.seconds) <= 2, entry

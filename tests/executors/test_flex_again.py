@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backwards import check_again, check_some, one
+from support.backwards import check_again, check_some, one
 from torch._functorch import config
 from torch.nn.attention import flex_attention
 
-from attnroute.executors import _flex_compile, flex, flex_fa4
-from attnroute.executors._inputs import Inputs, Plan
+from attnroute.executors.flex import compile as flex_compile
+from attnroute.executors.flex import fa4
+from attnroute.executors.flex import run as flex
+from attnroute.executors.inputs import Inputs, Plan
 
 
 def composed(query, key, value, score_mod, block_mask, *, scale, enable_gqa, return_lse=False, **_):
@@ -31,10 +33,10 @@ def _stands_in(monkeypatch):
         return composed(*given, return_lse=return_aux is not None, **rest)
 
     monkeypatch.setattr(flex_attention, "flex_attention", attend)
-    _flex_compile.forget()
+    flex_compile.forget()
     torch.compiler.reset()
     yield
-    _flex_compile.forget()
+    flex_compile.forget()
     torch.compiler.reset()
 
 
@@ -44,7 +46,7 @@ def tensors():
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("executor", [flex, flex_fa4])
+@pytest.mark.parametrize("executor", [flex, fa4])
 def test_a_backward_runs_again(executor, return_lse):
     leaves = tensors()
     backend = executor.__name__.rpartition(".")[2]

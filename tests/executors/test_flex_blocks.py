@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from executors.cudnn_checks import allowed_of
 from executors.test_flex_fa4 import FLASH, asked_of, graphs, inputs_of, plan
-from reference import attend
+from support.cudnn_checks import allowed_of
+from support.reference import attend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from attnroute import masks
-from attnroute.executors import flex_fa4
-from attnroute.executors._flex_program import blocked
+from attnroute.executors.flex import fa4
+from attnroute.executors.flex.program import blocked
 from attnroute.masks.tensors import keeper_of
 
 __all__ = ["graphs"]
@@ -74,7 +74,7 @@ def hold_lists(tensors, size, allowed):
 def test_lists_have_the_size_that_the_plan_states(graphs, case, size):
     mask = MASKS[case]
     inputs = inputs_of(mask, LENGTH)
-    out, _ = flex_fa4.run(inputs, sized(size))
+    out, _ = fa4.run(inputs, sized(size))
     (graph,) = graphs
     (node,) = (n for n in graph.graph.nodes if n.target is torch.ops.higher_order.flex_attention)
     assert tuple(node.args[4][-3:-1]) == size
@@ -89,7 +89,7 @@ def test_lists_have_the_size_that_the_plan_states(graphs, case, size):
     ("name", "size"), [("SPARSE_Q_BLOCK_SIZE", (256, 128)), ("SPARSE_KV_BLOCK_SIZE", (128, 256))]
 )
 def test_one_side_that_is_stated_leaves_the_other_as_usual(graphs, name, size):
-    flex_fa4.run(inputs_of(masks.Causal(), LENGTH), plan(options=(*FLASH, (name, 256))))
+    fa4.run(inputs_of(masks.Causal(), LENGTH), plan(options=(*FLASH, (name, 256))))
     (graph,) = graphs
     (node,) = (n for n in graph.graph.nodes if n.target is torch.ops.higher_order.flex_attention)
     assert tuple(node.args[4][-3:-1]) == size
@@ -119,7 +119,7 @@ def test_a_block_mask_of_another_size_is_listed_anew(graphs, given, size, is_kep
     gap = rows[:, None] - rows
     allowed = ((gap >= 0) & (gap % 3 != 1))[None, None]
     hold_lists(made.blocks, made.size, allowed)
-    out, _ = flex_fa4.run(inputs, sized(size))
+    out, _ = fa4.run(inputs, sized(size))
     want, _ = attend(inputs.query, inputs.key, inputs.value, allowed=allowed)
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
 
@@ -130,7 +130,7 @@ def test_sizes_do_not_share_lists_or_code(graphs):
     inputs = inputs_of(mask, LENGTH)
     inputs.keeper = keeper_of(mask)
     for size in (*SIZES, *SIZES):
-        flex_fa4.run(inputs, sized(size))
+        fa4.run(inputs, sized(size))
         hold_lists(blocked(inputs, size).blocks, size, allowed_of(mask, inputs))
     assert len(graphs) == len(SIZES)
 

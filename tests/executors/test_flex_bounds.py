@@ -9,22 +9,25 @@ from itertools import pairwise
 
 import pytest
 import torch
-from spy import ALL_SCORES, Spy, allocated, profiled
+from support.spy import ALL_SCORES, Spy, allocated, profiled
 from torch import nn
 
 import attnroute
 from attnroute.errors import AttnRouteError, NoBackendError, NotCompiledError
-from attnroute.executors import _first_call, _flex_compile, _flex_program
-from attnroute.masks import Causal, Documents, KeyPadding, PrefixLM, Window, mods
+from attnroute.executors import first_call
+from attnroute.executors.flex import compile as flex_compile
+from attnroute.executors.flex import program
+from attnroute.masks import Causal, Documents, KeyPadding, PrefixLM, Window
+from attnroute.masks.lowered import mods
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
     monkeypatch.setattr(mods, "_CONSTANTS", set())
-    monkeypatch.setattr(_first_call, "_LISTENERS", [])
-    _flex_compile.forget()
+    monkeypatch.setattr(first_call, "_LISTENERS", [])
+    flex_compile.forget()
     yield
-    _flex_compile.forget()
+    flex_compile.forget()
 
 
 @pytest.fixture
@@ -85,7 +88,7 @@ def test_thirty_masks_through_one_model_compile_two_functions_for_each_kind(monk
                 with profiled("flex"):
                     out = two_layers(length, mask, "flex")
             torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
-    entries = _flex_compile.entries()
+    entries = flex_compile.entries()
     assert len(entries) == len(KINDS) + 1, entries
     assert max(len(entry.seconds) for entry in entries) <= 2, entries
 
@@ -123,9 +126,9 @@ def test_a_square_would_be_seen():
 def test_forty_windows_are_nine_structures(traced_only):
     for n in range(1, 41):
         flex(Window(n))
-    names = [entry.name for entry in _flex_compile.entries()]
+    names = [entry.name for entry in flex_compile.entries()]
     assert len(names) == mods.CONSTANT_BANDS + 1, names
-    assert sum(len(entry.seconds) for entry in _flex_compile.entries()) == len(names)
+    assert sum(len(entry.seconds) for entry in flex_compile.entries()) == len(names)
 
 
 def test_forty_structures_do_not_share_the_limit_of_dynamo(traced_only):
@@ -133,7 +136,7 @@ def test_forty_structures_do_not_share_the_limit_of_dynamo(traced_only):
     with torch._dynamo.config.patch(recompile_limit=1):
         for n in range(1, 41):
             flex(padding(), softcap=float(n))
-    entries = _flex_compile.entries()
+    entries = flex_compile.entries()
     assert [len(entry.seconds) for entry in entries] == [1] * 40
     functions = [entry.call._torchdynamo_orig_callable for entry in entries]
     assert len({id(function.__code__) for function in functions}) == 40
@@ -154,10 +157,10 @@ def test_listeners_hear_start_and_end_and_what_it_is(traced_only, mask, rest, na
     heard = []
     listener = lambda _, name, seconds: heard.append((name, seconds))  # noqa: E731
     for _ in range(2):
-        _first_call.listen(listener)
+        first_call.listen(listener)
     for _ in range(2):
         flex(mask, **rest)
-    (start, end), (entry,) = heard, _flex_compile.entries()
+    (start, end), (entry,) = heard, flex_compile.entries()
     assert start == (name, None)
     assert end == (name, entry.seconds[0])
     assert end[1] > 0
@@ -165,8 +168,8 @@ def test_listeners_hear_start_and_end_and_what_it_is(traced_only, mask, rest, na
 
 def test_layers_share_one_list_of_blocks(traced_only, monkeypatch):
     made = []
-    guess = _flex_program.guess
-    monkeypatch.setattr(_flex_program, "guess", lambda *args: made.append(args) or guess(*args))
+    guess = program.guess
+    monkeypatch.setattr(program, "guess", lambda *args: made.append(args) or guess(*args))
     mask = Causal() & padding()
     for _ in range(4):
         flex(mask)
@@ -197,7 +200,7 @@ def test_a_stance_that_compiles_nothing_is_refused(traced_only, compiled):
     ):
         flex(padding())
     assert flex(padding()).shape == (2, 4, 130, 16)
-    (entry,) = _flex_compile.entries()
+    (entry,) = flex_compile.entries()
     assert len(entry.seconds) == 1
 
 
@@ -226,11 +229,11 @@ def test_a_refusal_ends_with_its_reason(traced_only, name, compiled):
                 out = attnroute.attention(*shorter, mask, prefer="flex")
         torch.testing.assert_close(attnroute.attention(*shorter, mask, backend="chunked"), out)
         assert attnroute.explain(*shorter, mask, prefer="flex").selected == "flex"
-        compilations = sum(len(entry.seconds) for entry in _flex_compile.entries())
+        compilations = sum(len(entry.seconds) for entry in flex_compile.entries())
         for tensors in (shorter, given):
             again = attnroute.attention(*tensors, mask, prefer="flex")
             torch.testing.assert_close(attnroute.attention(*tensors, mask, backend="flex"), again)
-    assert sum(len(entry.seconds) for entry in _flex_compile.entries()) > compilations
+    assert sum(len(entry.seconds) for entry in flex_compile.entries()) > compilations
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -262,13 +265,13 @@ def test_a_compiler_that_fails_is_tried_again(traced_only, monkeypatch):
             ):
                 flex(padding())
     assert flex(padding()).shape == (2, 4, 130, 16)
-    (entry,) = _flex_compile.entries()
+    (entry,) = flex_compile.entries()
     assert len(entry.seconds) == 1
 
 
 SWITCHED_OFF = """
 import torch, attnroute
-from spy import ALL_SCORES, Spy
+from support.spy import ALL_SCORES, Spy
 from attnroute.errors import AttnRouteError
 query = torch.randn(1, 2, 130, 16)
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -303,7 +306,7 @@ def test_a_model_that_is_compiled_itself_runs_the_same_functions(traced_only):
     with torch.no_grad():
         expected = 2 * attnroute.attention(query, query, query, mask, backend="math")
         torch.testing.assert_close(model(query), expected, atol=1e-4, rtol=1e-4)
-    (entry,) = _flex_compile.entries()
+    (entry,) = flex_compile.entries()
     assert len(entry.seconds) == 1
 
 
@@ -317,4 +320,4 @@ def test_what_no_kernel_does_is_refused_by_its_row(dtype, trains, row):
     with pytest.raises(NoBackendError) as caught:
         attnroute.attention(query, query, query, is_causal=True, backend="flex")
     assert f"[{row}]" in str(caught.value)
-    assert not _flex_compile.entries()
+    assert not flex_compile.entries()

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from executors.cudnn_checks import allowed_of
-from executors.cudnn_checks import inputs_of as trained_inputs_of
-from fa4_hosts import NEWEST
-from reference import attend
-from row_sides import verdict
+from support.cudnn_checks import allowed_of
+from support.cudnn_checks import inputs_of as trained_inputs_of
+from support.fa4_hosts import NEWEST
+from support.reference import attend
+from support.row_sides import verdict
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 import attnroute
 from attnroute import masks
 from attnroute.errors import AttnRouteError, KernelRefusedError, NotCompiledError
-from attnroute.executors import _first_call, _flex_compile, flex, flex_fa4
-from attnroute.executors._flex_program import blocked
-from attnroute.executors._inputs import Inputs, Plan
-from attnroute.masks.mods import CONSTANT_BANDS
+from attnroute.executors import first_call
+from attnroute.executors.flex import compile as flex_compile
+from attnroute.executors.flex import fa4
+from attnroute.executors.flex import run as flex
+from attnroute.executors.flex.program import blocked
+from attnroute.executors.inputs import Inputs, Plan
+from attnroute.masks.lowered.mods import CONSTANT_BANDS
 
 FLASH = (("BACKEND", "FLASH"),)
 BLOCKS = (("SPARSE_Q_BLOCK_SIZE", 128), ("SPARSE_KV_BLOCK_SIZE", 128))
-EXECUTORS = {"flex": (flex, ()), "flex_fa4": (flex_fa4, FLASH)}
+EXECUTORS = {"flex": (flex, ()), "flex_fa4": (fa4, FLASH)}
 LENGTH = 6
 IDS = torch.tensor([[0, 0, 1, 1, 1, 2]]).expand(2, -1).contiguous()
 MASKS = {
@@ -49,10 +52,10 @@ def graphs(monkeypatch):
     """dynamo's graphs, which run as they are: milliseconds instead of seconds."""
     found = []
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda g, _: found.append(g) or g.forward)
-    monkeypatch.setattr(_first_call, "_LISTENERS", [])
-    _flex_compile.forget()
+    monkeypatch.setattr(first_call, "_LISTENERS", [])
+    flex_compile.forget()
     yield found
-    _flex_compile.forget()
+    flex_compile.forget()
 
 
 def inputs_of(mask, length=LENGTH):
@@ -187,7 +190,7 @@ def test_flex_and_flex_fa4_share_no_code(graphs, order):
     inputs = inputs_of(masks.Causal())
     for backend in (*order, *order):
         run(inputs, backend)
-    assert [entry.backend for entry in _flex_compile.entries()] == list(order)
+    assert [entry.backend for entry in flex_compile.entries()] == list(order)
     wanted = {"flex": "AUTO", "flex_fa4": "FLASH"}
     assert [asked_of(graph)["BACKEND"] for graph in graphs] == [wanted[b] for b in order]
 
@@ -213,7 +216,7 @@ def test_profiles_show_the_backend(backend):
 @pytest.mark.parametrize("backend", EXECUTORS)
 def test_listeners_hear_whose_code_is_compiled(backend):
     heard = []
-    _first_call.listen(lambda backend, name, seconds: heard.append((backend, name, seconds is None)))
+    first_call.listen(lambda backend, name, seconds: heard.append((backend, name, seconds is None)))
     run(inputs_of(masks.Causal()), backend)
     assert heard == [(backend, "j <= i", True), (backend, "j <= i", False)]
 

@@ -11,22 +11,22 @@ import torch
 
 import attnroute
 from attnroute import masks
-from attnroute.executors import _flex_compile
-from attnroute.executors._flex_program import Part
+from attnroute.executors.flex import compile as flex_compile
+from attnroute.executors.flex.program import Part
 
 THREADS = 8
-SETTINGS = _flex_compile.Settings(None, enable_gqa=False, return_lse=False, size=(128, 128), options=())
+SETTINGS = flex_compile.Settings(None, enable_gqa=False, return_lse=False, size=(128, 128), options=())
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    _flex_compile.forget()
+    flex_compile.forget()
     # Threads take turns as often as they can, so that what is shown too early is seen.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
-    _flex_compile.forget()
+    flex_compile.forget()
 
 
 def at_once(work):
@@ -42,7 +42,7 @@ def at_once(work):
 
 def test_a_structure_is_shown_when_its_function_is_there():
     for n in range(50):
-        found = at_once(lambda n=n: _flex_compile.entry(("key", n), Part(), Part(), SETTINGS))
+        found = at_once(lambda n=n: flex_compile.entry(("key", n), Part(), Part(), SETTINGS))
         assert len(set(map(id, found))) == 1
         assert callable(found[0].call)
 
@@ -54,15 +54,15 @@ def test_what_could_not_be_made_is_made_by_the_next_call(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(torch, "compile", fail)
         with pytest.raises(KeyboardInterrupt):
-            _flex_compile.entry("key", Part(), Part(), SETTINGS)
-    assert _flex_compile.entries() == ()
-    assert callable(_flex_compile.entry("key", Part(), Part(), SETTINGS).call)
+            flex_compile.entry("key", Part(), Part(), SETTINGS)
+    assert flex_compile.entries() == ()
+    assert callable(flex_compile.entry("key", Part(), Part(), SETTINGS).call)
 
 
 def test_structures_without_end_are_not_all_kept():
-    for n in range(_flex_compile.STRUCTURES_KEPT + 20):
-        _flex_compile._COMPILED.put(n, _flex_compile.Compiled(str(n)))
-    assert len(_flex_compile.entries()) <= _flex_compile.STRUCTURES_KEPT
+    for n in range(flex_compile.STRUCTURES_KEPT + 20):
+        flex_compile._COMPILED.put(n, flex_compile.Compiled(str(n)))
+    assert len(flex_compile.entries()) <= flex_compile.STRUCTURES_KEPT
 
 
 def test_racing_first_calls_give_the_right_numbers():

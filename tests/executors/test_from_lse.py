@@ -11,20 +11,20 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from executors import cudnn_checks
-from executors.chunked_reference import allowed as allowed_by
-from executors.chunked_tiling import tiling
-from executors.cudnn_checks import HEADS, PADDED, SEQUENCES, allowed_of, inputs_of, plan_of, ragged_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import attend, error
+from support import cudnn_checks
+from support.chunked_reference import allowed as allowed_by
+from support.chunked_tiling import tiling
+from support.cudnn_checks import HEADS, PADDED, SEQUENCES, allowed_of, inputs_of, plan_of, ragged_request
+from support.reference import attend, error
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from attnroute.executors import _from_lse
-from attnroute.executors._external import Launched
-from attnroute.executors._inputs import Inputs
-from attnroute.executors._request import padded, request_of, swapped
-from attnroute.masks.lowered import LoweredMask
+from attnroute.executors.inputs import Inputs
+from attnroute.executors.packages.external import Launched
+from attnroute.executors.packages.request import padded, request_of, swapped
+from attnroute.executors.prepare import from_lse
+from attnroute.masks.lowered.form import LoweredMask
 
 NAMES = ("query", "key", "value", "sink")
 OUTPUT = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -88,7 +88,7 @@ def check(request, *, loosely=1.0):
     request = request._replace(**{n: t.detach() for n in NAMES if (t := getattr(request, n)) is not None})
     wide, leaves = widened(request)
     want, want_lse = defined(wide)
-    out, lse = _from_lse.forward(request)
+    out, lse = from_lse.forward(request)
     assert (out.dtype, lse.dtype, out.shape) == (dtype, torch.float32, want.shape)
     assert error(out, want) <= OUTPUT[dtype] * loosely
     assert torch.equal(lse == -math.inf, want_lse == -math.inf)
@@ -98,7 +98,7 @@ def check(request, *, loosely=1.0):
     said, empty = want_lse.detach().float(), want_lse == -math.inf
     for nothing in (-math.inf, math.inf) if empty.any() else (-math.inf,):
         ran = Launched(want.detach().to(dtype), said.masked_fill(empty, nothing))
-        hold(request, _from_lse.backward(request, ran, cotangent), wanted, GRADIENT[dtype] * loosely)
+        hold(request, from_lse.backward(request, ran, cotangent), wanted, GRADIENT[dtype] * loosely)
 
 
 def hold(request, found, wanted, tolerance):
@@ -213,7 +213,7 @@ def test_rows_as_sequences(case, training, with_sink):
     inputs = inputs_of(mask, *lengths, sink=sinks() if with_sink else None)
     request = request_of(inputs, plan_of("cudnn_fe", "to_varlen", training=training))
     detached = request._replace(**{n: getattr(request, n).detach() for n in NAMES[:3]})
-    found = padded(request, *_from_lse.forward(detached), inputs)
+    found = padded(request, *from_lse.forward(detached), inputs)
     tensors = (inputs.query, inputs.key, inputs.value)
     wanted = attend(*tensors, allowed=allowed_of(mask, inputs), sink=inputs.sink)
     for got, want in zip(found, wanted, strict=True):
@@ -238,8 +238,8 @@ def test_keys_that_are_left_out_have_no_part_in_anything(band):
     used = torch.tensor([2, 0, 6, 3], dtype=torch.int32)
     request = ragged_request(([3, 2, 4, 1], [5, 3, 6, 4]), used_kv=used, left=band[0], right=band[1])
     check(request)
-    out, lse = _from_lse.forward(request)
-    grads = _from_lse.backward(request, Launched(out, lse), torch.randn_like(out))
+    out, lse = from_lse.forward(request)
+    grads = from_lse.backward(request, Launched(out, lse), torch.randn_like(out))
     unused = torch.cat([torch.arange(n) >= u for n, u in zip([5, 3, 6, 4], used.tolist(), strict=True)])
     assert not grads.key[unused].any()
     assert not grads.value[unused].any()
@@ -353,21 +353,21 @@ def close(found, wanted, asked):
 def test_only_what_is_wanted_is_computed(case):
     tensors, ran, wanted = problem(case)
     for asked in product([False, True], repeat=4):
-        close(_from_lse.gradients(asked_of(case, *tensors), *ran, asked), wanted, asked)
+        close(from_lse.gradients(asked_of(case, *tensors), *ran, asked), wanted, asked)
 
 
 @pytest.mark.parametrize("case", MASKS)
 def test_autocast_changes_nothing(case):
     tensors, ran, wanted = problem(case)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        close(_from_lse.gradients(asked_of(case, *tensors), *ran, EVERY), wanted, EVERY)
+        close(from_lse.gradients(asked_of(case, *tensors), *ran, EVERY), wanted, EVERY)
 
 
 def traced(case, asked):
     """Return `gradients` as a function of tensors alone, with those that are not asked for left out."""
 
     def run(*tensors):
-        found = _from_lse.gradients(asked_of(case, *tensors[:-3]), *tensors[-3:], asked)
+        found = from_lse.gradients(asked_of(case, *tensors[:-3]), *tensors[-3:], asked)
         return [g for g in found if g is not None]
 
     return run

@@ -5,18 +5,18 @@ from __future__ import annotations
 import io
 import warnings
 
-import backwards
 import pytest
 import torch
-from cuda_operators import CudaOperators
 from executors.test_sink_operators import CASES, DENSE, EMPTY_ROWS, PADDING, plan
-from reference import attend
-from repair_inputs import inputs_of, lowered, stored
+from support import backwards
+from support.cuda_operators import CudaOperators
+from support.reference import attend
+from support.repair_inputs import inputs_of, lowered, stored
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnroute import masks
-from attnroute.executors._gradients import fitted
-from attnroute.executors._repairs import is_packed, run_repaired
+from attnroute.executors.gradients import fitted
+from attnroute.executors.prepare.apply import is_packed, run_repaired
 from attnroute.executors.registry import executor
 
 torch.manual_seed(0)

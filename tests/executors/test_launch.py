@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from attnroute.errors import AttnRouteError, KernelRefusedError, NotCompiledError, OverrideError
-from attnroute.executors import _launch, registry
-from attnroute.executors._launch import before_launch
+from attnroute.executors import launch as launching
+from attnroute.executors import registry
+from attnroute.executors.launch import before_launch
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    _launch.forget()
+    launching.forget()
     yield
-    _launch.forget()
+    launching.forget()
 
 
 def launch(raising=None, asked=None, draws=0, what=None, **rest):
@@ -122,7 +123,7 @@ def test_what_was_refused_is_not_asked_again():
     for backend, what in (("alpha", ("backward", 64)), ("beta", ("forward", 64)), ("alpha", None)):
         launch(asked=asked, backend=backend, what=what)
     assert len(asked) == 4
-    _launch.forget()
+    launching.forget()
     launch(asked=asked, what=("forward", 64))
     assert len(asked) == 5
 
@@ -174,18 +175,18 @@ def test_random_numbers_of_a_kernel_that_ran_stay_drawn(raising):
 
 
 def test_a_listener_hears_once_what_an_executor_replaced(monkeypatch):
-    monkeypatch.setattr(_launch, "_LISTENERS", [])
+    monkeypatch.setattr(launching, "_LISTENERS", [])
     heard = []
     hear = heard.append
-    _launch.listen(hear)
-    _launch.listen(hear)
+    launching.listen(hear)
+    launching.listen(hear)
     error = refused(ValueError("no"))
-    _launch.note_backward_failure("alpha", error, "chunked")
+    launching.note_backward_failure("alpha", error, "chunked")
     qkv = (torch.zeros(2, 5, 4, 16, dtype=torch.bfloat16), torch.zeros(2, 5, 2, 16), torch.zeros(2, 5, 2, 8))
-    _launch.note_backward_failure("alpha", error, "chunked", training=False, qkv=qkv)
+    launching.note_backward_failure("alpha", error, "chunked", training=False, qkv=qkv)
     assert heard == [
-        _launch.Replaced("alpha", "ValueError: no", "chunked"),
-        _launch.Replaced("alpha", "ValueError: no", "chunked", False, "bfloat16", 16, 8),
+        launching.Replaced("alpha", "ValueError: no", "chunked"),
+        launching.Replaced("alpha", "ValueError: no", "chunked", False, "bfloat16", 16, 8),
     ]
 
 
@@ -205,4 +206,4 @@ def test_an_executor_that_cannot_be_imported_refuses_and_is_tried_again(monkeypa
             run(None, None)
     monkeypatch.undo()
     registry._imported.cache_clear()
-    assert registry.executor("math").__module__ == "attnroute.executors.math"
+    assert registry.executor("math").__module__ == "attnroute.executors.aten.math"

@@ -12,24 +12,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from executors import cudnn_checks
-from executors.chunked_reference import allowed as allowed_by
-from executors.cudnn_checks import PADDED, SEQUENCES, allowed_of, hold, inputs_of, plan_of, sinks, trained
 from executors.test_cudnn_fe import Operators
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import TOLERANCE, attend, error
-from repair_inputs import lowered, stored
-from spy import Spy
+from support import cudnn_checks
+from support.chunked_reference import allowed as allowed_by
+from support.cudnn_checks import PADDED, SEQUENCES, allowed_of, hold, inputs_of, plan_of, sinks, trained
+from support.reference import TOLERANCE, attend, error
+from support.repair_inputs import lowered, stored
+from support.spy import Spy
 from torch.utils.checkpoint import checkpoint
 
 from attnroute import masks
 from attnroute.errors import KernelRefusedError
-from attnroute.executors import _from_lse, _launch, _pair, _repairs, cudnn_fe, flash
-from attnroute.executors._inputs import Inputs
-from attnroute.executors._repairs import run_repaired
-from attnroute.executors._sink import Ran
-from attnroute.masks.lowered import LoweredMask
+from attnroute.executors import launch
+from attnroute.executors.aten import flash
+from attnroute.executors.inputs import Inputs
+from attnroute.executors.packages import cudnn_fe
+from attnroute.executors.prepare import apply as repairs
+from attnroute.executors.prepare import from_lse
+from attnroute.executors.prepare import pair as pairing
+from attnroute.executors.prepare.apply import run_repaired
+from attnroute.executors.prepare.sink import Ran
+from attnroute.masks.lowered.form import LoweredMask
 
 FORWARD = ["sdpa_fwd"]
 NAMES = ("query", "key", "value", "sink")
@@ -42,7 +47,7 @@ class Watched(Operators):
     def __init__(self):
         super().__init__()
         self.asked = []
-        self._gradients = _from_lse.gradients
+        self._gradients = from_lse.gradients
 
     @property
     def names(self):
@@ -59,7 +64,7 @@ def watched():
     with pytest.MonkeyPatch.context() as patch:
         made = Watched()
         patch.setattr(cudnn_fe, "_operators", lambda: made)
-        patch.setattr(_from_lse, "gradients", made.gradients)
+        patch.setattr(from_lse, "gradients", made.gradients)
         yield made
 
 
@@ -67,7 +72,7 @@ def watched():
 def package():
     with watched() as made:
         yield made
-    _launch.forget()
+    launch.forget()
 
 
 def pair(inputs, *repairs, **settings):
@@ -170,7 +175,7 @@ def test_narrower_dtypes(package, name, dtype):
 
 @pytest.mark.parametrize("made", [("split_batch",), ("split_heads",), ("split_batch", "split_heads")])
 def test_pieces(package, monkeypatch, made):
-    monkeypatch.setattr(_repairs, "GRID_LIMIT", 2)
+    monkeypatch.setattr(repairs, "GRID_LIMIT", 2)
     inputs = inputs_of(masks.Causal(), 5, 5, batch=4, sink=sinks())
     hold(pair(inputs, "sink_from_lse", *made), wanted(masks.Causal(), inputs), trained(inputs))
     assert package.names == FORWARD * 2 ** len(made)
@@ -213,7 +218,7 @@ def test_the_kernel_is_run_as_for_inference(package, monkeypatch):
     """Its own backward never runs, so that it need keep nothing for one."""
     plans, forward = [], cudnn_fe.forward
     spied = SimpleNamespace(forward=lambda i, p: plans.append((p, torch.is_grad_enabled())) or forward(i, p))
-    monkeypatch.setattr(_pair, "_kernel", lambda _: spied)
+    monkeypatch.setattr(pairing, "_kernel", lambda _: spied)
     plan = plan_of("cudnn_fe", PAIR, deterministic=True, options=(("tile", 64),))
     out, _ = run_repaired(cudnn_fe.run, inputs_of(None, 5, 7), replace(plan, return_lse=False))
     assert out.requires_grad
@@ -222,8 +227,8 @@ def test_the_kernel_is_run_as_for_inference(package, monkeypatch):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_other_calls_never_come_here(package, monkeypatch, training):
-    monkeypatch.delattr(_repairs, "run_pair")
-    monkeypatch.delattr(_from_lse, "gradients")
+    monkeypatch.delattr(repairs, "run_pair")
+    monkeypatch.delattr(from_lse, "gradients")
     inputs = inputs_of(masks.Causal(), 7, 7)
     plan = plan_of("cudnn_fe", training=training)
     with torch.set_grad_enabled(training):
@@ -296,7 +301,7 @@ def test_softcap_and_slopes_are_those_of_both(package, monkeypatch, slopes, soft
         out, lse = attend(given.query, given.key, given.value, allowed=allowed, **extras)
         return Ran(out, lse.masked_fill(lse == -math.inf, nothing).float())
 
-    monkeypatch.setattr(_pair, "_kernel", lambda _: SimpleNamespace(forward=forward))
+    monkeypatch.setattr(pairing, "_kernel", lambda _: SimpleNamespace(forward=forward))
     mask = masks.Window(2, 1, "bottom_right")
     extras = {"softcap": softcap, "alibi_slopes": slopes and torch.rand(slopes).double(), "scale": 0.6}
     inputs = inputs_of(mask, 9, 6, sink=sinks(), **extras)
@@ -372,7 +377,7 @@ def test_inside_of_a_graph(package, case, made, backend):
 
 def test_a_kernel_that_refuses_inside_of_a_graph_leaves_all_to_chunked(package, monkeypatch):
     told = []
-    monkeypatch.setattr(_launch, "_LISTENERS", [told.append])
+    monkeypatch.setattr(launch, "_LISTENERS", [told.append])
     monkeypatch.setattr(package, "sdpa_fwd", refuse)
     mask, *lengths = PADDED["causal window from the bottom right"]
     inputs = inputs_of(mask, *lengths, sink=sinks())

@@ -6,22 +6,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from executors import flash_kernel
 from hypothesis import given
 from hypothesis import strategies as st
-from mask_objects import HEADS, combined
-from reference import TOLERANCE, attend, error
-from repair_inputs import inputs_of, lowered, plan
+from support import flash_kernel
+from support.mask_objects import HEADS, combined
+from support.reference import TOLERANCE, attend, error
+from support.repair_inputs import inputs_of, lowered, plan
 from torch.nn.attention.flex_attention import create_block_mask
 
 from attnroute import masks
-from attnroute.executors import _repairs, flash
-from attnroute.executors._pieces import BATCH, Cut, cut_mask, pieces
-from attnroute.executors._pieces import HEADS as OF_HEADS
-from attnroute.executors._repairs import run_repaired
+from attnroute.executors.aten import flash
+from attnroute.executors.prepare import apply as repairs
+from attnroute.executors.prepare.apply import run_repaired
+from attnroute.executors.prepare.pieces import BATCH, Cut, cut_mask, pieces
+from attnroute.executors.prepare.pieces import HEADS as OF_HEADS
 from attnroute.executors.registry import executor
-from attnroute.masks.lowered import FULL
-from attnroute.masks.nodes import Extent
+from attnroute.masks.lowered.form import FULL
+from attnroute.masks.objects.nodes import Extent
 from attnroute.masks.tensors import materialize
 
 AXES = pytest.mark.parametrize("axis", [BATCH, OF_HEADS], ids=["batch", "heads"])
@@ -30,7 +31,7 @@ AXES = pytest.mark.parametrize("axis", [BATCH, OF_HEADS], ids=["batch", "heads"]
 @pytest.fixture
 def small_grid(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(_repairs, "GRID_LIMIT", 2)
+    monkeypatch.setattr(repairs, "GRID_LIMIT", 2)
 
 
 def in_pieces(mask, batch, heads, seqlen_q, seqlen_kv, axis, limit):

@@ -7,12 +7,13 @@ import weakref
 
 import pytest
 import torch
-from repair_inputs import inputs_of, lowered, reference
+from support.repair_inputs import inputs_of, lowered, reference
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnroute
 from attnroute import masks
-from attnroute.executors import _flash_ragged, _repairs
+from attnroute.executors.aten import flash_ragged
+from attnroute.executors.prepare import apply as repairs
 from attnroute.masks import tensors as mask_tensors
 
 
@@ -26,13 +27,13 @@ def fresh():
 def builds(monkeypatch):
     """Count how often a mask becomes a tensor."""
     found = []
-    build = _repairs.build
+    build = repairs.build
 
     def counted(mask, extent):
         found.append(extent)
         return build(mask, extent)
 
-    monkeypatch.setattr(_repairs, "build", counted)
+    monkeypatch.setattr(repairs, "build", counted)
     return found
 
 
@@ -82,7 +83,7 @@ def test_a_mask_beside_causal_and_window_is_prepared_once_for_each(builds, mask)
 
 
 def test_a_large_mask_is_not_kept(builds, monkeypatch):
-    monkeypatch.setattr(_repairs, "PREPARED_LIMIT_BYTES", 6 * 6 * 4 - 1)
+    monkeypatch.setattr(repairs, "PREPARED_LIMIT_BYTES", 6 * 6 * 4 - 1)
     mask = masks.KeyPadding(lengths=[6, 2])
     for _ in range(2):
         attnroute.attention(*normal(), mask)
@@ -109,7 +110,7 @@ def test_what_was_prepared_goes_with_its_mask():
 def test_prefix_sums_of_every_row_follow_each_other(batch):
     inputs = inputs_of(batch, 2, 2, 6, 6)
     inputs.mask = lowered(masks.Documents(lengths=[2, 0, 4]), inputs)
-    found = _flash_ragged.rows_of(inputs, training=False)
+    found = flash_ragged.rows_of(inputs, training=False)
     want = torch.tensor([0, *(n + 6 * b for b in range(batch) for n in (2, 2, 6))], dtype=torch.int32)
     assert found.rows.sums_q.dtype == torch.int32
     assert torch.equal(found.rows.sums_q, want)
@@ -121,7 +122,7 @@ def test_a_ragged_batch_needs_prefix_sums():
     inputs = inputs_of(1, 2, 2, 6, 6)
     inputs.mask = lowered(masks.Documents(ids=torch.zeros(6, dtype=torch.int64)), inputs)
     with pytest.raises(ValueError, match="to_varlen requires documents or key padding given by lengths"):
-        _flash_ragged.rows_of(inputs, training=False)
+        flash_ragged.rows_of(inputs, training=False)
 
 
 def test_what_a_tracer_made_for_a_mask_is_not_kept():

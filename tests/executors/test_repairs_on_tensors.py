@@ -9,19 +9,19 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from reference import TOLERANCE, attend, error
-from repair_inputs import FORMS, inputs_of, lowered, plan, reference, stored
+from support.reference import TOLERANCE, attend, error
+from support.repair_inputs import FORMS, inputs_of, lowered, plan, reference, stored
 
 from attnroute import masks
 from attnroute.api.question import _strides
-from attnroute.call import Call, DenseBias, DenseNode, Strides
 from attnroute.engine import repairs
-from attnroute.executors import _repairs
-from attnroute.executors._repairs import run_repaired
+from attnroute.executors.prepare import apply as preparing
+from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.registry import executor
-from attnroute.masks.lowered import FULL
-from attnroute.masks.nodes import Extent
+from attnroute.masks.lowered.form import FULL
+from attnroute.masks.objects.nodes import Extent
 from attnroute.masks.tensors import is_aligned
+from attnroute.question.call import Call, DenseBias, DenseNode, Strides
 
 
 @pytest.fixture(autouse=True)
@@ -326,7 +326,7 @@ def test_pieces_joined_are_the_whole(problem, made):
     allowed = None if mask is None else allowed_by(mask, inputs)
     want, want_lse = attend(inputs.query, inputs.key, inputs.value, allowed=allowed, bias=bias)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_repairs, "GRID_LIMIT", 3)
+        patch.setattr(preparing, "GRID_LIMIT", 3)
         out, lse = run_repaired(reference, inputs, plan("materialize_mask", "cast_mask", *made))
     assert error(out, want) <= TOLERANCE[torch.float64]
     assert torch.equal(lse == -math.inf, want_lse == -math.inf)
@@ -344,7 +344,7 @@ def test_a_real_kernel_in_pieces_gives_what_it_gives_in_one(backend, made, monke
     inputs.mask = lowered(mask, inputs)
     given_tensors = [t.requires_grad_() for t in (inputs.query, inputs.key, inputs.value)]
     whole, _ = run_repaired(executor(backend), replace(inputs), plan("cast_mask", backend=backend))
-    monkeypatch.setattr(_repairs, "GRID_LIMIT", 4)
+    monkeypatch.setattr(preparing, "GRID_LIMIT", 4)
     pieces, _ = run_repaired(executor(backend), replace(inputs), plan("cast_mask", made, backend=backend))
     assert torch.allclose(whole, pieces, atol=1e-6)
     for a, b in zip(
@@ -356,13 +356,13 @@ def test_a_real_kernel_in_pieces_gives_what_it_gives_in_one(backend, made, monke
 
 
 def test_pieces_of_a_kernel_without_a_log_sum_exp_have_none(monkeypatch):
-    monkeypatch.setattr(_repairs, "GRID_LIMIT", 2)
+    monkeypatch.setattr(preparing, "GRID_LIMIT", 2)
     out, lse = run_repaired(lambda inputs, _: (inputs.query, None), inputs_of(5, 2, 2), plan("split_batch"))
     assert (out.shape[0], lse) == (5, None)
 
 
 def test_heads_of_a_group_larger_than_a_piece_stay_together(monkeypatch):
-    monkeypatch.setattr(_repairs, "GRID_LIMIT", 2)
+    monkeypatch.setattr(preparing, "GRID_LIMIT", 2)
     inputs = inputs_of(1, 8, 2)
     want, _ = attend(inputs.query, inputs.key, inputs.value)
     out, _ = run_repaired(reference, inputs, plan("split_heads"))

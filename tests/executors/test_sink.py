@@ -11,21 +11,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import TOLERANCE, attend, error
-from repair_inputs import inputs_of, reference
-from spy import Spy, ran
+from support.reference import TOLERANCE, attend, error
+from support.repair_inputs import inputs_of, reference
+from support.spy import Spy, ran
 from torch.utils.checkpoint import checkpoint
 
 import attnroute
 from attnroute import masks
 from attnroute.engine.decide import decide
-from attnroute.executors import _repairs
-from attnroute.executors._inputs import Plan
-from attnroute.executors._repairs import run_repaired
+from attnroute.executors.inputs import Plan
+from attnroute.executors.prepare import apply as repairs
+from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.registry import executor
-from attnroute.host import Host
-from attnroute.line import parse
-from attnroute.masks.lowered import FULL
+from attnroute.masks.lowered.form import FULL
+from attnroute.question.host import Host
+from attnroute.question.line import parse
 
 BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 NAMES = ("query", "key", "value", "sink")
@@ -183,7 +183,7 @@ def test_scores_far_below_zero(logit, dtype):
 def test_inference_runs_the_forward_alone(monkeypatch):
     leaves = tensors()
     want, _ = attend(*leaves[:3], sink=leaves[3])
-    monkeypatch.delattr("attnroute.executors._sink._WithSink")
+    monkeypatch.delattr("attnroute.executors.prepare.sink._WithSink")
     with torch.no_grad(), Spy() as spy:
         out = attention(*leaves)
         assert "aten::logaddexp" not in spy.seen
@@ -194,7 +194,7 @@ def test_inference_runs_the_forward_alone(monkeypatch):
 
 
 def test_calls_without_a_sink_never_come_here(monkeypatch):
-    monkeypatch.delattr(_repairs, "run_with_sink")
+    monkeypatch.delattr(repairs, "run_with_sink")
     *leaves, _ = tensors()
     for options in ({}, {"window": (3, 0), "causal_alignment": "top_left"}):
         attention(*leaves, None, **options).sum().backward()
@@ -302,7 +302,7 @@ def test_pieces_have_the_sinks_of_their_heads(made, training, monkeypatch):
     rest = {"training": training}
     with torch.set_grad_enabled(training):
         whole = run_repaired(executor("flash"), replace(inputs), plan(**rest))
-        monkeypatch.setattr(_repairs, "GRID_LIMIT", 4)
+        monkeypatch.setattr(repairs, "GRID_LIMIT", 4)
         pieces = run_repaired(executor("flash"), replace(inputs), plan(*made, **rest))
     for got, expected in zip(pieces, whole, strict=True):
         torch.testing.assert_close(got, expected)

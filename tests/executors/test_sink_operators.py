@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_operators import CudaOperators, weights_kept
-from reference import attend
-from repair_inputs import inputs_of, lowered
+from support.cuda_operators import CudaOperators, weights_kept
+from support.reference import attend
+from support.repair_inputs import inputs_of, lowered
 
 from attnroute import masks
-from attnroute.executors._inputs import Plan
-from attnroute.executors._repairs import run_repaired
+from attnroute.executors.inputs import Plan
+from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.registry import executor
 
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
@@ -151,7 +151,7 @@ def test_without_a_gradient_only_the_forward_runs(case, monkeypatch):
     backend, operators, mask, made, sizes = CASES[case]
     inputs, made = prepared(mask, made, sizes)
     want, want_lse, _ = wanted(replace(inputs), mask)
-    monkeypatch.delattr("attnroute.executors._sink._WithSink")
+    monkeypatch.delattr("attnroute.executors.prepare.sink._WithSink")
     with CudaOperators() as mode, torch.no_grad():
         out, lse = run_repaired(executor(backend), inputs, plan(backend, made, training=False))
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from executors import cudnn_checks
-from executors.cudnn_checks import check, inputs_of, plan_of, ragged_request, request_of, sinks
-from executors.fake_te import MODULE, RECORDED, Package
-from reference import attend
+from support import cudnn_checks
+from support.cudnn_checks import check, inputs_of, plan_of, ragged_request, request_of, sinks
+from support.fake_te import MODULE, RECORDED, Package
+from support.reference import attend
 
 from attnroute import masks
-from attnroute.executors import te
-from attnroute.executors._repairs import run_repaired
+from attnroute.executors.packages import te
+from attnroute.executors.prepare.apply import run_repaired
 
 KNOWN = ("2.12.0", "2.14.1", "2.15.0", "2.16.1", "2.17.1", "2.20.2")
 """Releases from the first with `bottom_right_diagonal` on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.package_runs import check_again
+from support.package_runs import check_again
 
 # torch says so where it loops over samples for a kernel of its own.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:There is a performance drop")]

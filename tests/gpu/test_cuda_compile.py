@@ -7,8 +7,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from compile_cases import CASES, problem, results
-from gpu.kernel_names import KERNELS, backend_seen, names_of
+from support.compile_cases import CASES, problem, results
+from support.kernel_names import KERNELS, backend_seen, names_of
 from torch._dynamo.utils import counters
 
 import attnroute

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu import layouts, package_runs
-from gpu.package_runs import check, check_packed, hold_lse
 from gpu.test_cuda_kernels import TOLERANCE, band, problem
-from reference import attend, error
+from support import layouts, package_runs
+from support.package_runs import check, check_packed, hold_lse
+from support.reference import attend, error
 
 import attnroute
 from attnroute import masks

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu import package_runs
-from gpu.kernel_names import names_of
-from gpu.package_runs import check, check_packed
 from gpu.test_cuda_kernels import band, problem
+from support import package_runs
+from support.kernel_names import names_of
+from support.package_runs import check, check_packed
 
 import attnroute
 from attnroute import masks
-from attnroute.executors import fa3
+from attnroute.executors.packages import fa3
 
 pytestmark = pytest.mark.gpu
 BACKEND = "fa3"

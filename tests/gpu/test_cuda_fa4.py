@@ -9,9 +9,9 @@ import math
 
 import pytest
 import torch
-from gpu import package_runs
-from gpu.package_runs import check, check_packed
 from gpu.test_cuda_kernels import band, problem
+from support import package_runs
+from support.package_runs import check, check_packed
 
 from attnroute import masks
 

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from gpu.kernel_names import KERNELS, names_of
 from gpu.test_cuda_kernels import TOLERANCE
-from reference import attend, error
-from spy import ALL_SCORES
+from support.kernel_names import KERNELS, names_of
+from support.reference import attend, error
+from support.spy import ALL_SCORES
 from torch.nn.attention.flex_attention import create_block_mask
 
 import attnroute
 from attnroute import biases, masks
-from attnroute.executors import _flex_compile
+from attnroute.executors.flex import compile as flex_compile
 
 pytestmark = pytest.mark.gpu
 
@@ -356,12 +356,12 @@ def test_thd(lengths_q, lengths_kv, alignment, train):
 
 
 def test_lengths_compile_twice_at_most_and_whole_blocks_have_code_of_their_own():
-    _flex_compile.forget()
+    flex_compile.forget()
     for length in (130, 300, 451, 777, 1030, 256, 512, 384, 1024):
         _, _, i, j = places(length, length)
         left = of_row(length - 9, 5)
         mask = masks.Causal() & masks.KeyPadding(left=[length - 9, 5])
         check(problem(length), mask, allowed=(j <= i) & (j >= left))
-    entries = _flex_compile.entries()
+    entries = flex_compile.entries()
     assert len(entries) == 2, entries
     assert all(len(entry.seconds) <= 2 for entry in entries), entries

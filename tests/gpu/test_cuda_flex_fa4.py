@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 import torch._dynamo.testing
-from gpu.kernel_names import PACKAGES, names_of
-from gpu.package_runs import check_again, check_captured, check_checkpoint, hold_lse, require
 from gpu.test_cuda_kernels import TOLERANCE, band, problem
 from packaging.version import Version
-from reference import attend, error
+from support.kernel_names import PACKAGES, names_of
+from support.package_runs import check_again, check_captured, check_checkpoint, hold_lse, require
+from support.reference import attend, error
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 import attnroute

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from gpu.kernel_names import backend_seen, names_of
-from reference import attend, error
+from support.kernel_names import backend_seen, names_of
+from support.reference import attend, error
 
 import attnroute
 from attnroute import masks

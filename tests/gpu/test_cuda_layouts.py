@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gpu import layouts
-from gpu.package_runs import require
+from support import layouts
+from support.package_runs import require
 
 pytestmark = pytest.mark.gpu
 PACKAGES = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.kernel_names import names_of
-from gpu.package_runs import require
 from gpu.test_cuda_kernels import TOLERANCE, band, problem
-from reference import attend, error
+from support.kernel_names import names_of
+from support.package_runs import require
+from support.reference import attend, error
 
 import attnroute
 from attnroute import masks

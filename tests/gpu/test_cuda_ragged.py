@@ -10,9 +10,9 @@ from itertools import accumulate
 
 import pytest
 import torch
-from gpu.kernel_names import backend_seen, names_of
 from gpu.test_cuda_kernels import TOLERANCE, band, problem
-from reference import attend, error
+from support.kernel_names import backend_seen, names_of
+from support.reference import attend, error
 
 import attnroute
 from attnroute import masks

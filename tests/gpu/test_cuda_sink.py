@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from reference import attend, error
-from spy import ran
+from support.reference import attend, error
+from support.spy import ran
 
 import attnroute
 from attnroute import masks

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu import layouts, package_runs
-from gpu.package_runs import check, check_packed
 from gpu.test_cuda_kernels import band, problem
+from support import layouts, package_runs
+from support.package_runs import check, check_packed
 
 import attnroute
 from attnroute import masks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.transformers_models import PADDING, TOKENS, built, close, using
 from torch._dynamo.utils import counters
-from transformers_models import PADDING, TOKENS, built, close, using
 
 from attnroute.integrations._transformers_mask import make_mask
 

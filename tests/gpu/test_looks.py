@@ -7,9 +7,10 @@ import warnings
 import pytest
 import torch
 
-from attnroute.masks import Causal, Documents, KeyPadding, PrefixLM, Window, look
-from attnroute.masks.look import look_into
-from attnroute.masks.nodes import Extent
+from attnroute.masks import Causal, Documents, KeyPadding, PrefixLM, Window
+from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.recognition import look
+from attnroute.masks.recognition.look import look_into
 
 pytestmark = pytest.mark.gpu
 

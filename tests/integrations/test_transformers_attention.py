@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
-from reference import attend
+from support.reference import attend
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnroute.errors import ArgumentError

@@ -6,10 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.transformers_models import materialized, packed_function
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import masking_utils
-from transformers_models import materialized, packed_function
 
 from attnroute.integrations._transformers_carrier import CarriedMask
 from attnroute.integrations._transformers_mask import make_mask

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
-from transformers_models import LENGTH, MODELS, PADDING, TOKENS, close, masks_of, using
+from support.transformers_models import LENGTH, MODELS, PADDING, TOKENS, close, masks_of, using
 
 from attnroute.integrations._transformers_carrier import CarriedMask
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from spy import Spy
-from transformers_models import MODELS, OPERATOR, PADDING, TINY, TOKENS, attention_operators, close
+from support.spy import Spy
+from support.transformers_models import MODELS, OPERATOR, PADDING, TINY, TOKENS, attention_operators, close
 
 import attnroute
 

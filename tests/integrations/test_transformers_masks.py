@@ -7,9 +7,9 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from support.transformers_models import MODELS, TINY, materialized, packed_function
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import masking_utils as hf
-from transformers_models import MODELS, TINY, materialized, packed_function
 
 from attnroute.integrations._transformers_carrier import CarriedMask
 from attnroute.integrations._transformers_mask import make_mask

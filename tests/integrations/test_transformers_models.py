@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from spy import Spy
-from transformers import DynamicCache, StaticCache
-from transformers_models import (
+from support.spy import Spy
+from support.transformers_models import (
     LENGTH,
     MODELS,
     OPERATOR,
@@ -19,6 +18,7 @@ from transformers_models import (
     masks_of,
     using,
 )
+from transformers import DynamicCache, StaticCache
 
 from attnroute.integrations._transformers_carrier import CarriedMask
 

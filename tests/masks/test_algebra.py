@@ -8,11 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_objects import HEADS, KINDS, combined, simple
+from support.mask_objects import HEADS, KINDS, combined, simple
 
 from attnroute import masks
 from attnroute.api.routes import _simplified
-from attnroute.call import (
+from attnroute.errors import ArgumentError
+from attnroute.masks.lowered.form import FULL, LoweredMask
+from attnroute.masks.objects.nodes import Extent, sizes_of
+from attnroute.masks.tensors import build
+from attnroute.question.call import (
     AnyNode,
     CausalNode,
     DenseNode,
@@ -23,11 +27,7 @@ from attnroute.call import (
     PrefixNode,
     WindowNode,
 )
-from attnroute.errors import ArgumentError
-from attnroute.masks.lowered import FULL, LoweredMask
-from attnroute.masks.nodes import Extent, sizes_of
-from attnroute.masks.normalize import conjunction
-from attnroute.masks.tensors import build
+from attnroute.question.normalize import conjunction
 
 LENGTHS = st.integers(0, 5)
 SIZES = st.tuples(st.integers(1, 2), LENGTHS, LENGTHS) | st.tuples(

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 from attnroute import masks
-from attnroute.masks.captures import captured_tensors
+from attnroute.masks.objects.captures import captured_tensors
 
 GLOBAL, UNUSED, OF_HELPER = (torch.zeros(n) for n in (1, 2, 3))
 LISTED = {"a": [torch.zeros(4)], "b": (torch.zeros(5),)}

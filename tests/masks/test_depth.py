@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 import attnroute
 from attnroute import masks
-from attnroute.call import AnyNode, Call, CausalNode, NotNode
 from attnroute.cli import main
 from attnroute.errors import ArgumentError
-from attnroute.host import Host
-from attnroute.line import parse, render
+from attnroute.question.call import AnyNode, Call, CausalNode, NotNode
+from attnroute.question.host import Host
+from attnroute.question.line import parse, render
 from attnroute.vocabulary import MASK_DEPTH
 
 HOST = Host(arch="cpu", versions={"torch": "2.13.0+cpu", "c++": "12", "avx2": "present"})

@@ -7,14 +7,15 @@ import re
 import pytest
 import torch
 from hypothesis import given, settings
-from mask_trees import masks
+from support.mask_trees import masks
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from attnroute.masks import Blocks, Causal, Dense, Documents, KeyPadding, Window, mods
-from attnroute.masks.blocks import guess
-from attnroute.masks.lowered import FULL
-from attnroute.masks.mods import CONSTANT_BANDS, Names, expression
-from attnroute.masks.nodes import Extent
+from attnroute.masks import Blocks, Causal, Dense, Documents, KeyPadding, Window
+from attnroute.masks.lowered import mods
+from attnroute.masks.lowered.blocks import guess
+from attnroute.masks.lowered.form import FULL
+from attnroute.masks.lowered.mods import CONSTANT_BANDS, Names, expression
+from attnroute.masks.objects.nodes import Extent
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,11 @@ import torch
 
 import attnroute
 from attnroute import masks
-from attnroute.call import CausalNode, KeyPaddingNode
-from attnroute.masks import look, marks, tensors
-from attnroute.masks.look import LOOK_THRESHOLD, LOOKS_KEPT, Seen, dense_node, look_into
-from attnroute.masks.nodes import Extent
+from attnroute.masks import marks, tensors
+from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.recognition import look
+from attnroute.masks.recognition.look import LOOK_THRESHOLD, LOOKS_KEPT, Seen, dense_node, look_into
+from attnroute.question.call import CausalNode, KeyPaddingNode
 
 N = 300
 CAUSAL = (CausalNode(),)

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from attnroute import masks
-from attnroute.call import (
+from attnroute.masks import tensors
+from attnroute.masks.lowered.form import FULL
+from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.tensors import document_ids, key_keep
+from attnroute.question.call import (
     AnyNode,
     CausalNode,
     DenseNode,
@@ -21,10 +25,6 @@ from attnroute.call import (
     PrefixNode,
     WindowNode,
 )
-from attnroute.masks import tensors
-from attnroute.masks.lowered import FULL
-from attnroute.masks.nodes import Extent
-from attnroute.masks.tensors import document_ids, key_keep
 
 
 def test_ids_tell_documents_apart_wherever_their_tokens_lie():

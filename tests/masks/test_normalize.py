@@ -6,11 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import allowed_of, calls, combined, readable_masks, small_call
+from support.strategies import allowed_of, calls, combined, readable_masks, small_call
 
 from attnroute import masks
 from attnroute.api.routes import _simplified
-from attnroute.call import (
+from attnroute.masks.lowered.form import FULL
+from attnroute.masks.objects.nodes import Extent
+from attnroute.question.call import (
     AnyNode,
     CausalNode,
     Context,
@@ -22,9 +24,7 @@ from attnroute.call import (
     PrefixNode,
     WindowNode,
 )
-from attnroute.masks.lowered import FULL
-from attnroute.masks.nodes import Extent
-from attnroute.masks.normalize import normalize, recognized
+from attnroute.question.normalize import normalize, recognized
 
 LENGTHS = st.integers(0, 6)
 ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])

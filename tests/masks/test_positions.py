@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnroute import masks
-from attnroute.call import DocumentsNode
-from attnroute.masks import positions
-from attnroute.masks.lowered import FULL
-from attnroute.masks.nodes import Extent
+from attnroute.masks.lowered import positions
+from attnroute.masks.lowered.form import FULL
+from attnroute.masks.objects.nodes import Extent
+from attnroute.question.call import DocumentsNode
 
 ROW = [0, 1, 2, 0, 1, 0, 5, 6, 6]
 STARTS = [0, 3, 5, 6, 8]

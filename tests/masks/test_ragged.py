@@ -9,16 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import small_call
+from support.strategies import small_call
 
 from attnroute import masks
-from attnroute.call import CausalNode, DocumentsNode, WindowNode
 from attnroute.errors import ArgumentError
-from attnroute.masks import sequences
-from attnroute.masks.lowered import FULL
-from attnroute.masks.nodes import Extent
-from attnroute.masks.normalize import normalize
-from attnroute.masks.ragged import Ragged
+from attnroute.masks.lowered import sequences
+from attnroute.masks.lowered.form import FULL
+from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.objects.ragged import Ragged
+from attnroute.question.call import CausalNode, DocumentsNode, WindowNode
+from attnroute.question.normalize import normalize
 
 ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
 BESIDE = st.none() | st.integers(0, 12)

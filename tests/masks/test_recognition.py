@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnroute.call import CausalNode, DocumentsNode, KeyPaddingNode, PrefixNode, WindowNode
-from attnroute.masks import All, Causal, Documents, KeyPadding, PrefixLM, Window, look
-from attnroute.masks.nodes import Extent
-from attnroute.masks.recognize import Rows, recognize
+from attnroute.masks import All, Causal, Documents, KeyPadding, PrefixLM, Window
+from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.recognition import look
+from attnroute.masks.recognition.recognize import Rows, recognize
+from attnroute.question.call import CausalNode, DocumentsNode, KeyPaddingNode, PrefixNode, WindowNode
 
 FORMS = ("2-D", "4-D", "batch", "heads", "expanded", "transposed", "sliced")
 

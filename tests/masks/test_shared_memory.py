@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from reference import attend, error
+from support.reference import attend, error
 
 import attnroute
 from attnroute import masks

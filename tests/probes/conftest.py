@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from probes.fake_site import Site, path_of
+from support.fake_site import Site, path_of
 
 from attnroute.probes import imports
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from attnroute.engine.decide import decide
-from attnroute.host import Host
-from attnroute.line import parse
 from attnroute.probes import compilers, packages, torch_host
+from attnroute.question.host import Host
+from attnroute.question.line import parse
 from attnroute.tables.alternatives import names_in
 from attnroute.tables.load import load
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from probes.fake_site import EXTENSION, FLASH_ATTN, NEW_CUTE
+from support.fake_site import EXTENSION, FLASH_ATTN, NEW_CUTE
 
 import attnroute.executors
 from attnroute.engine.decide import decide
-from attnroute.line import parse
 from attnroute.probes import imports, packages, torch_host
 from attnroute.probes.imports import LIBRARIES, Library
+from attnroute.question.line import parse
 from attnroute.report.text import render_decision
 from attnroute.tables.alternatives import names_in
 from attnroute.tables.load import load

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from probes.fake_site import EXTENSION, FLASH_ATTN, NEW_CUTE, OLD_CUTE, Site, path_of
+from support.fake_site import EXTENSION, FLASH_ATTN, NEW_CUTE, OLD_CUTE, Site, path_of
 
 from attnroute.probes import packages
 from attnroute.probes.packages import PROVIDERS, Survey

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 
-from call_strategies import FIELDS
 from hypothesis import given
 from hypothesis import strategies as st
+from support.call_strategies import FIELDS
 
 from attnroute.engine.decide import decide
-from attnroute.host import Host
-from attnroute.line import parse
-from attnroute.policy import Policy
+from attnroute.question.host import Host
+from attnroute.question.line import parse
+from attnroute.question.policy import Policy
 from attnroute.report.json import decision_from_json, decision_json
 
 LINES = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from report_examples import CALL, GIB, decision, verdict
+from support.report_examples import CALL, GIB, decision, verdict
 
 from attnroute.report import log
 from attnroute.report.log import announce

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from report_examples import CALL, decision, finding, verdict
+from support.report_examples import CALL, decision, finding, verdict
 
-from attnroute.policy import Policy
+from attnroute.question.policy import Policy
 from attnroute.report import sentences
 from attnroute.report.refusal import render_kept, render_replaced, render_reroute
 from attnroute.report.text import render_failure, render_quadratic

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from report_examples import GIB, HOST, decision, finding, verdict
+from support.report_examples import GIB, HOST, decision, finding, verdict
 
 from attnroute.engine.decision import Hint
 from attnroute.engine.stock import Stock
-from attnroute.line import parse
-from attnroute.policy import Policy
+from attnroute.question.line import parse
+from attnroute.question.policy import Policy
 from attnroute.report import sentences
 
 SAID = "requires head_dim_qk <=64; got head_dim_qk = 128"

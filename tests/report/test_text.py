@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from report_examples import CALL, GIB, decision, finding, verdict
+from support.report_examples import CALL, GIB, decision, finding, verdict
 
 from attnroute.engine.decision import Hint
 from attnroute.engine.stock import Stock
-from attnroute.line import parse, render
-from attnroute.policy import Policy
+from attnroute.question.line import parse, render
+from attnroute.question.policy import Policy
 from attnroute.report.layout import WIDTH
 from attnroute.report.text import render_decision, render_failure, render_others, render_quadratic
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from attnroute.call import Call
 from attnroute.engine.evaluate import STOCK_SCOPES, evaluate_rows
 from attnroute.engine.needs import needed_features
-from attnroute.facts import facts_of
-from attnroute.host import Host
+from attnroute.question.call import Call
+from attnroute.question.facts import facts_of
+from attnroute.question.host import Host
 from attnroute.tables.load import load
 from attnroute.tables.versions import contains
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnroute.facts import FACTS, UNKNOWN, WORDS, Varies
+from attnroute.question.facts import FACTS, UNKNOWN, WORDS, Varies
 from attnroute.tables.conditions import Term, check, combine_and, combine_or, evaluate, parse, render
 from attnroute.tables.load import load
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from cudnn_kernel_cases import (
+from support.cudnn_kernel_cases import (
     AMPERE_CASES,
     DECODE_CASES,
     DETERMINISTIC,
@@ -17,7 +17,7 @@ from cudnn_kernel_cases import (
     SM_103_CASES,
     cudnn,
 )
-from row_sides import (
+from support.row_sides import (
     TABLES,
     THD,
     TRAINING,

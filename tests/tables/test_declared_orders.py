@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fa4_hosts import NEWEST
-from row_sides import TABLES, TRAINING, asked, causal, dims, lengths, window
+from support.fa4_hosts import NEWEST
+from support.row_sides import TABLES, TRAINING, asked, causal, dims, lengths, window
 
 from attnroute.engine.rank import declared_order
 

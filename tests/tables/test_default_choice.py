@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from attnroute.call import Call
 from attnroute.engine.stock import predict
-from attnroute.host import Host
+from attnroute.question.call import Call
+from attnroute.question.host import Host
 from attnroute.tables.load import load
 
 DATA = Path(__file__).parent / "data"
@@ -38,7 +38,7 @@ BY_HAND = {
     "S100": {"seqlen_q": 100, "seqlen_kv": 100},
     "mask_3d_HSS": {"mask": [{"kind": "dense", "dtype": "bool", "shape": [8, 128, 128]}]},
 }
-# No Call and no field of attnroute.facts says these: inputs of other ranks than 4, masks of rank 1,
+# No Call and no field of attnroute.question.facts says these: inputs of other ranks than 4, masks of rank 1,
 # nested tensors, and unequal heads without enable_gqa.
 CANNOT_BE_SAID = {
     "dim2",

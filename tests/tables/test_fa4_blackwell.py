@@ -6,10 +6,10 @@ from itertools import product
 from math import gcd
 
 import pytest
-from fa4_hosts import DETERMINISTIC, MHA, MQA, NEWEST, RELEASES, SINK, fa4
 from hypothesis import given
 from hypothesis import strategies as st
-from row_sides import (
+from support.fa4_hosts import DETERMINISTIC, MHA, MQA, NEWEST, RELEASES, SINK, fa4
+from support.row_sides import (
     THD,
     TRAINING,
     Case,

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from fa4_hosts import DETERMINISTIC, MHA, MQA, NEWEST, SINK, TORCH, fa4
 from hypothesis import given
 from hypothesis import strategies as st
-from row_sides import TRAINING, Case, causal, check_sides, dims, findings, lengths, rows_of, verdict, window
+from support.fa4_hosts import DETERMINISTIC, MHA, MQA, NEWEST, SINK, TORCH, fa4
+from support.row_sides import (
+    TRAINING,
+    Case,
+    causal,
+    check_sides,
+    dims,
+    findings,
+    lengths,
+    rows_of,
+    verdict,
+    window,
+)
 
 HOPPER, BLACKWELL = "sm_90/flex_fa4", "shared/fa4_sm_10x_flex"
 FUNCTION = {"bias": {"kind": "function"}}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fa4_hosts import DETERMINISTIC, MHA, MQA, NEWEST, RELEASES, SINK, dsl_of, fa4
 from hypothesis import given
 from hypothesis import strategies as st
-from row_sides import (
+from support.fa4_hosts import DETERMINISTIC, MHA, MQA, NEWEST, RELEASES, SINK, dsl_of, fa4
+from support.row_sides import (
     LEFT_OUT_CASE,
     THD,
     TRAINING,

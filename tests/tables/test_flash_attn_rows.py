@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from row_sides import (
+from support.row_sides import (
     FINITE,
     LEFT_OUT_CASE,
     PADDED,

@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 
-from attnroute.call import Call
 from attnroute.engine.decide import judge
-from attnroute.host import Host
-from attnroute.policy import Policy
+from attnroute.question.call import Call
+from attnroute.question.host import Host
+from attnroute.question.policy import Policy
 from attnroute.tables.load import load
 from attnroute.vocabulary import DTYPE_BYTES
 

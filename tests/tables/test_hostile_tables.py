@@ -9,8 +9,8 @@ import pytest
 from attnroute.cli import main
 from attnroute.engine.decide import decide
 from attnroute.errors import ArgumentError, TableError
-from attnroute.host import Host
-from attnroute.line import parse
+from attnroute.question.host import Host
+from attnroute.question.line import parse
 from attnroute.settings import reload
 from attnroute.tables.lint import lint
 from attnroute.tables.load import Tables, forget, load, shipped_folder

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from attnroute.call import Call
 from attnroute.engine.classes import class_of
 from attnroute.engine.options import Options, options_for
 from attnroute.errors import TableError
-from attnroute.host import Host
+from attnroute.question.call import Call
+from attnroute.question.host import Host
 from attnroute.tables.load import Tables
 
 EVIDENCE = 'evidence = [{ kind = "own", ref = "this test" }]'

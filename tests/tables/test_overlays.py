@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from own_tables import EVIDENCE, ROW, own_overlay, put
+from support.own_tables import EVIDENCE, ROW, own_overlay, put
 
 import attnroute
 from attnroute.cli import main
 from attnroute.errors import OverrideError, TableError
-from attnroute.host import Host
-from attnroute.line import parse
-from attnroute.policy import Policy
+from attnroute.question.host import Host
+from attnroute.question.line import parse
+from attnroute.question.policy import Policy
 from attnroute.settings import call_policy, current, from_environment, override, reload
 from attnroute.tables.load import forget, load, shipped_folder
 

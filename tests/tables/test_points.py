@@ -9,8 +9,8 @@ from packaging.version import Version
 
 from attnroute.engine.decide import decide
 from attnroute.engine.evaluate import missing_needs
-from attnroute.host import Host
-from attnroute.line.reading import parse
+from attnroute.question.host import Host
+from attnroute.question.line.reading import parse
 from attnroute.tables.alternatives import alternatives, is_well_formed, names_in
 from attnroute.tables.load import Tables, load, shipped_folder
 from attnroute.tables.points import end_of, points

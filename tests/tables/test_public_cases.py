@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attnroute.call import Call
 from attnroute.engine.decide import decide
 from attnroute.engine.evaluate import missing_needs
-from attnroute.host import Host
+from attnroute.question.call import Call
+from attnroute.question.host import Host
 from attnroute.tables.load import load
 from attnroute.tables.releases import companions_of
 from attnroute.tables.versions import comparable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from row_sides import THD, TRAINING, Case, causal, check_sides, dims, lengths, strides
+from support.row_sides import THD, TRAINING, Case, causal, check_sides, dims, lengths, strides
 
 COMPILED = {"context": {"compiled": True}}
 EAGER = {"context": {"compiled": False}}

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from attnroute.call import Call
 from attnroute.engine.decide import decide
 from attnroute.errors import ArgumentError
-from attnroute.host import Host
+from attnroute.question.call import Call
+from attnroute.question.host import Host
 from attnroute.tables.versions import comparable, contains, specifier, version_of
 
 PARTS = st.lists(st.integers(0, 99), min_size=2, max_size=3).map(lambda parts: ".".join(map(str, parts)))

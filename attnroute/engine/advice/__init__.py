@@ -1,0 +1,1 @@
+"""What other calls, versions and packages would change about a decision."""

@@ -1,0 +1,69 @@
+"""CUDNN: torch's cuDNN attention operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnroute.executors.aten.bindings import operator_of
+from attnroute.executors.gradients import fitted, watch
+from attnroute.executors.inputs import Inputs, Output, Plan
+from attnroute.executors.prepare.sink import Grads, Ran, Wanted
+from attnroute.masks.tensors import as_4d
+
+
+def run(inputs: Inputs, plan: Plan) -> Output:
+    """Run the operator."""
+    out, lse, *_ = _operator(inputs, keep_lse=plan.training or plan.return_lse)
+    watch(out, plan, as_output=True)
+    return out, lse.view(out.shape[:3]) if plan.return_lse else None
+
+
+def forward(inputs: Inputs, _: Plan) -> Ran:
+    """Run the operator and keep what `backward` takes beside output and log-sum-exp."""
+    out, lse, *rest = _operator(inputs, keep_lse=True)
+    return Ran(out, lse.view(out.shape[:3]), (lse.shape, *rest))
+
+
+def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted) -> Grads:
+    """Run the operator's backward; the kernel makes all three gradients or none."""
+    shape, sums_q, sums_kv, max_q, max_kv, seed, offset, *_rest = ran.rest
+    attn = None if inputs.attn is None else as_4d(inputs.attn)
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+        fitted(grad_out, ran.out, as_output=True),
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        ran.out,
+        # Before 9.26 some kernels take it to be packed, whatever its strides say (NVIDIA/cudnn-frontend#304).
+        ran.lse.contiguous().view(shape),
+        seed,
+        offset,
+        attn,
+        sums_q,
+        sums_kv,
+        max_q,
+        max_kv,
+        inputs.dropout_p,
+        attn is None and inputs.mask.band_hi is not None,
+        scale=inputs.scale,
+    )
+    return *grads, None
+
+
+def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
+    """Return the operator's outputs; the log-sum-exp may have a last dimension of size 1."""
+    attn = None if inputs.attn is None else as_4d(inputs.attn)
+    return operator_of("_scaled_dot_product_cudnn_attention", inputs.query)(  # type: ignore[no-any-return]
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        attn,
+        keep_lse,
+        inputs.dropout_p,
+        attn is None and inputs.mask.band_hi is not None,
+        False,
+        scale=inputs.scale,
+    )

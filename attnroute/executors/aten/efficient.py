@@ -1,0 +1,150 @@
+"""EFFICIENT: torch's memory-efficient (CUTLASS) attention operator.
+
+Its log-sum-exp is padded to a multiple of 32 rows and says 0 for rows with no key; bottom-right causal goes
+through the
+lower operator (seen on an H100 with torch 2.11, benchmarks/results/h100-torch2.11-kernel-facts.json).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnroute.executors.gradients import fitted, watch
+from attnroute.executors.inputs import Inputs, Output, Plan
+from attnroute.executors.prepare.apply import empty_rows
+from attnroute.executors.prepare.sink import Grads, Ran, Wanted
+from attnroute.masks.tensors import as_4d
+
+CAUSAL_BOTTOM_RIGHT: Final = 2
+"""`custom_mask_type` of the operator: causal from the bottom-right corner."""
+LSE_ROWS: Final = 32
+"""The log-sum-exp is padded to a multiple of this with +inf (kernel_forward.h, kAlignLSE)."""
+
+
+def run(inputs: Inputs, plan: Plan) -> Output:
+    """Run the operator that fits the mask."""
+    out, lse, *_ = _operator(inputs, keep_lse=plan.training or plan.return_lse)
+    watch(out, plan)
+    return out, _settled(lse, inputs) if plan.return_lse else None
+
+
+def forward(inputs: Inputs, _: Plan) -> Ran:
+    """Run the operator and keep what `backward` takes beside output and log-sum-exp."""
+    out, lse, *rest = _operator(inputs, keep_lse=True)
+    return Ran(out, _settled(lse, inputs), tuple(rest))
+
+
+def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted) -> Grads:
+    """Run the backward of the operator that `forward` ran; a bias gets a gradient where one is wanted."""
+    lse = pad(ran.lse, (0, -ran.lse.shape[-1] % LSE_ROWS), value=math.inf)
+    # The kernel takes the output's rows to lie heads after heads, as its forward writes them.
+    out = ran.out.transpose(1, 2).contiguous().transpose(1, 2)
+    grad_out = fitted(grad_out, out)
+    high = _high(inputs)
+    if high:
+        return _bottom_right_backward(inputs, Ran(out, lse, ran.rest), grad_out)
+    seed, offset = ran.rest
+    grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
+        grad_out,
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        _attn(inputs),
+        out,
+        lse,
+        seed,
+        offset,
+        inputs.dropout_p,
+        list(wanted),
+        high is not None,
+        scale=inputs.scale,
+    )
+    *grads, grad_attn = grads
+    if not wanted[3] or inputs.attn is None:
+        return *grads, None
+    return *grads, grad_attn.sum_to_size(inputs.attn.shape)
+
+
+def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
+    high = _high(inputs)
+    if high:
+        return _bottom_right(inputs, keep_lse=keep_lse)
+    return torch._scaled_dot_product_efficient_attention(  # type: ignore[attr-defined,no-any-return]
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        _attn(inputs),
+        keep_lse,
+        inputs.dropout_p,
+        high is not None,
+        scale=inputs.scale,
+    )
+
+
+def _attn(inputs: Inputs) -> Tensor | None:
+    if inputs.attn is None:
+        return None
+    batch, heads, seqlen_q, _ = inputs.query.shape
+    return as_4d(inputs.attn).expand(batch, heads, seqlen_q, inputs.key.shape[2])
+
+
+def _high(inputs: Inputs) -> int | None:
+    """None is not causal, 0 is causal from the top left, anything else from the bottom right."""
+    return inputs.mask.band_hi if inputs.attn is None else None
+
+
+def _settled(lse: Tensor, inputs: Inputs) -> Tensor:
+    lse = lse[..., : inputs.query.shape[2]]
+    return lse if inputs.attn is None else lse.masked_fill(empty_rows(as_4d(inputs.attn)), -math.inf)
+
+
+def _bottom_right(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
+    query, key, value = (t.transpose(1, 2) for t in (inputs.query, inputs.key, inputs.value))
+    out, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward.default(
+        query,
+        key,
+        value,
+        None,
+        None,
+        None,
+        None,
+        None,
+        inputs.dropout_p,
+        CAUSAL_BOTTOM_RIGHT,
+        keep_lse,
+        scale=inputs.scale,
+    )
+    return out.transpose(1, 2), lse, seed, offset
+
+
+def _bottom_right_backward(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
+    query, key, value, out, grad = (
+        t.transpose(1, 2) for t in (inputs.query, inputs.key, inputs.value, ran.out, grad_out)
+    )
+    seed, offset = ran.rest
+    *grads, _ = torch.ops.aten._efficient_attention_backward.default(
+        grad,
+        query,
+        key,
+        value,
+        None,
+        out,
+        None,
+        None,
+        query.shape[1],
+        key.shape[1],
+        ran.lse,
+        inputs.dropout_p,
+        seed,
+        offset,
+        CAUSAL_BOTTOM_RIGHT,
+        False,
+        scale=inputs.scale,
+    )
+    grad_query, grad_key, grad_value = (t.transpose(1, 2) for t in grads)
+    return grad_query, grad_key, grad_value, None

@@ -1,0 +1,108 @@
+"""The backward operators of FLASH, for an output and log-sum-exp that need not be those of its forward.
+
+Each takes the arguments that `attnroute.executors.aten.flash` gave the forward, and what else that returned.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnroute.executors.aten.flash_ragged import per_sequence, window_sizes
+from attnroute.masks.tensors import as_4d
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnroute.executors.inputs import Inputs
+    from attnroute.executors.prepare.sink import Grads, Ran
+
+
+def cpu(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
+    """Run the backward of the CPU kernel."""
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        grad_out,
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        ran.out,
+        ran.lse,
+        inputs.dropout_p,
+        inputs.attn is None and inputs.mask.band_hi is not None,
+        attn_mask=None if inputs.attn is None else as_4d(inputs.attn),
+        scale=inputs.scale,
+    )
+    return *grads, None
+
+
+def plain(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
+    """Run the backward of the call without a window."""
+    sums_q, sums_kv, longest_q, longest_kv, seed, offset, *_ = ran.rest
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+        grad_out,
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        ran.out,
+        ran.lse.contiguous(),
+        sums_q,
+        sums_kv,
+        longest_q,
+        longest_kv,
+        inputs.dropout_p,
+        inputs.mask.band_hi is not None,
+        seed,
+        offset,
+        scale=inputs.scale,
+    )
+    return *grads, None
+
+
+def window(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
+    """Run the backward of the call with a window over whole rows."""
+    seed, offset, *_ = ran.rest
+    lengths = (inputs.query.shape[2], inputs.key.shape[2])
+    tensors = tuple(t.transpose(1, 2) for t in _tensors(inputs, ran, grad_out))
+    grads = _lower(inputs, tensors, ran.lse, (None, None, *lengths), (seed, offset))
+    query, key, value = (t.transpose(1, 2) for t in grads)
+    return query, key, value, None
+
+
+def ragged(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
+    """Run the backward of the call on sequences."""
+    seed, offset, sums_q, sums_kv, longest_q, longest_kv, is_padded = ran.rest
+    tensors = tuple(t.transpose(1, 2).flatten(0, 1) for t in _tensors(inputs, ran, grad_out))
+    lse = ran.lse.transpose(0, 1).flatten(1)
+    if is_padded:
+        lse = per_sequence(lse, sums_q, longest_q)
+    grads = _lower(inputs, tensors, lse, (sums_q, sums_kv, longest_q, longest_kv), (seed, offset))
+    batch = inputs.query.shape[0]
+    query, key, value = (t.unflatten(0, (batch, -1)).transpose(1, 2) for t in grads)
+    return query, key, value, None
+
+
+def _tensors(inputs: Inputs, ran: Ran, grad_out: Tensor) -> tuple[Tensor, ...]:
+    return grad_out, inputs.query, inputs.key, inputs.value, ran.out
+
+
+def _lower(
+    inputs: Inputs,
+    tensors: tuple[Tensor, ...],
+    lse: Tensor,
+    lengths: tuple[Tensor | None, Tensor | None, int, int],
+    state: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the operator below, which takes heads after tokens and reads the log-sum-exp as packed."""
+    left, right = window_sizes(inputs)
+    return torch.ops.aten._flash_attention_backward.default(  # type: ignore[no-any-return]
+        *tensors,
+        lse.contiguous(),
+        *lengths,
+        inputs.dropout_p,
+        False,
+        *state,
+        scale=inputs.scale,
+        window_size_left=left,
+        window_size_right=right,
+    )

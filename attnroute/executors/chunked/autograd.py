@@ -1,0 +1,107 @@
+"""Chunked attention as an autograd function."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from attnroute.errors import AttnRouteError
+from attnroute.executors.batched_gradients import Gradients, in_turn
+from attnroute.executors.chunked.backward import Wanted, run_backward
+from attnroute.executors.chunked.call import Call, Saved, plain
+from attnroute.executors.chunked.forward import run_forward
+from attnroute.executors.chunked.functions import Reads, reads_of
+from attnroute.executors.chunked.tile import Extras, Spec
+from attnroute.executors.chunked.whole import Weights, backward_whole, forward_whole, is_whole
+
+EXTRAS = len(Extras.__slots__)
+_NO_WEIGHTS: Final = (None,) * len(Weights._fields)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp, recorded for backward only where a gradient is wanted."""
+    if torch.is_grad_enabled():
+        reads = reads_of(spec, query, key)
+        inputs = (query, key, value, *_flat(extras), *reads.trained)
+        if any(t is not None and t.requires_grad for t in inputs):
+            out, lse = _Chunked.apply(spec, reads, *inputs)  # type: ignore[no-untyped-call]
+            return out, lse
+    with plain(query):
+        call = Call.build(query, key, value, extras, spec)
+        saved = forward_whole(call, want_slope=False)[0] if is_whole(call) else run_forward(call)
+        return saved.out, saved.lse
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, spec: Spec, reads: Reads, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        extras = rest[:EXTRAS]
+        with plain(query):
+            call = Call.build(query, key, value, Extras(*extras), spec, reads.trained)
+            weights: Weights | tuple[None, ...] = _NO_WEIGHTS
+            if is_whole(call):
+                saved, weights = forward_whole(call, want_slope=spec.softcap != 0.0)
+            else:
+                saved = run_forward(call)
+            lse = saved.lse
+        # The functions go on reading the tensors themselves, so those are kept beside what autograd keeps of
+        # them, which serves to notice their changes.
+        ctx.spec, ctx.trained = spec, reads.trained
+        ctx.save_for_backward(*saved, query, key, value, *extras, *weights, *reads.watched)
+        return saved.out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = Wanted(*ctx.needs_input_grad[2 : 2 + len(Wanted._fields)])
+        tensors = ctx.saved_tensors[: 6 + EXTRAS + len(_NO_WEIGHTS)]
+
+        def of_sample(*grads: Tensor) -> Gradients:
+            # Only what is recorded can be differentiated again.
+            first = _ChunkedGrad.apply if torch.is_grad_enabled() else _first_derivative
+            made: Gradients = first(ctx.spec, ctx.trained, wanted, *grads, *tensors)
+            return made
+
+        grads = in_turn(of_sample, grad_out, grad_lse)
+        masks = (None,) * (3 + EXTRAS - len(wanted))
+        return None, None, *grads[: len(wanted)], *masks, *grads[len(wanted) :]
+
+
+def _first_derivative(
+    spec: Spec,
+    trained: tuple[Tensor, ...],
+    wanted: Wanted,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    *tensors: Tensor,
+) -> Gradients:
+    (query, key, value, *extras), weights = tensors[3 : 6 + EXTRAS], tensors[6 + EXTRAS :]
+    with plain(query):
+        call, saved = Call.build(query, key, value, Extras(*extras), spec, trained), Saved(*tensors[:3])
+        if weights[0] is None:
+            grads = run_backward(call, saved, grad_out, grad_lse, wanted)
+        else:
+            grads = backward_whole(call, saved, Weights(*weights), grad_out, grad_lse, wanted)
+    return *grads[:-1], *grads.trained
+
+
+class _ChunkedGrad(torch.autograd.Function):
+    """The first derivative; a function of its own so that asking for a second one meets a clear error."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Gradients:
+        return _first_derivative(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise AttnRouteError(
+            "backend 'chunked' has no second derivative, and one was asked for; use backend='math' for calls"
+            " that are differentiated twice."
+        )
+
+
+def _flat(extras: Extras) -> tuple[Tensor | None, ...]:
+    return tuple(getattr(extras, name) for name in Extras.__slots__)

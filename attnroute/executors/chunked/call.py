@@ -1,0 +1,248 @@
+"""What both directions of chunked attention share: the call in tiles, its buffers, its matmul.
+
+Matmuls take operands in the input's dtype and accumulate in float32 where the device can; everywhere else
+half precision is widened to float32 first, one chunk at a time. float64 stays float64.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnroute.executors.chunked import steps_eager
+from attnroute.executors.chunked.functions import ScoreFunction, is_wide
+from attnroute.executors.chunked.plan import Chunk, Geometry, Plan, make_plan, tiling_for
+from attnroute.executors.chunked.tile import Extras, Spec, TileSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LD_ALIGN = 16
+"""Rows of a score buffer start at multiples of this many elements, whatever the number of keys."""
+
+
+TRITON_MAJOR: Final = 8
+"""Major compute capability from which on Triton compiles."""
+
+
+class Steps(NamedTuple):
+    """The elementwise steps; see `_chunked_eager` for what each must do."""
+
+    softmax_tile: Callable[..., None]
+    grad_tile: Callable[..., None]
+
+
+EAGER_STEPS = Steps(steps_eager.softmax_tile, steps_eager.grad_tile)
+
+
+@lru_cache(maxsize=1)
+def fused_steps() -> Steps | None:
+    """Return the steps as Triton kernels, or None where triton cannot be imported, for whatever reason."""
+    try:
+        from attnroute.executors.chunked import steps_triton
+    except (Exception, SystemExit):  # noqa: BLE001 - a broken triton raises anything
+        return None
+    return Steps(steps_triton.softmax_tile, steps_triton.grad_tile)
+
+
+def steps_for(query: Tensor) -> Steps:
+    """Return the steps for the device and dtype of `query`."""
+    if query.device.type != "cuda" or query.dtype == torch.float64 or not compiles_triton(query.device.index):
+        return EAGER_STEPS
+    return fused_steps() or EAGER_STEPS
+
+
+@lru_cache(maxsize=64)
+def compiles_triton(device_index: int | None) -> bool:
+    """Return whether Triton names this card as one it compiles for: compute capability 8.0 and later.
+
+    Source: the README of triton-lang/triton. Elsewhere the same steps run as torch operators.
+    """
+    return torch.cuda.get_device_capability(device_index)[0] >= TRITON_MAJOR
+
+
+class Saved(NamedTuple):
+    """What the forward pass leaves for the backward pass.
+
+    A sum apart from its maximum keeps its precision when scores are as large as the dtype allows, where
+    their log-sum-exp would not.
+
+    Attributes:
+        out: (batch, num_heads_q, seqlen_q, head_dim_v) in the query's dtype.
+        row_max: (batch, num_heads_q, seqlen_q), the largest score, -inf in rows without a key.
+        row_sum: Same shape, the sum of exp(score - row_max); of no meaning in rows without a key.
+    """
+
+    out: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+    @property
+    def lse(self) -> Tensor:
+        """The log-sum-exp of each row in float32, -inf in rows without a key."""
+        return self.row_sum.log().add_(self.row_max).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call: tensors, sizes, tiles and dtypes. Built alike for both directions.
+
+    `trained` are the tensors that the score function reads and that want a gradient.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    extras: Extras
+    spec: Spec
+    shape: Geometry
+    plan: Plan
+    steps: Steps
+    score_dtype: torch.dtype
+    operand_dtype: torch.dtype
+    trained: tuple[Tensor, ...]
+
+    @classmethod
+    def build(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        extras: Extras,
+        spec: Spec,
+        trained: tuple[Tensor, ...] = (),
+    ) -> Call:
+        """Lay a call out in tiles."""
+        heads_kv = key.shape[1]
+        group = query.shape[1] // heads_kv
+        shape = Geometry(query.shape[0], heads_kv, group, query.shape[2], key.shape[2])
+        wide = spec.score_mod is not None or (spec.program is not None and is_wide(spec.program))
+        tiling = tiling_for(query.device.type, wide_functions=wide)
+        return cls(
+            query=query,
+            key=key,
+            value=value,
+            extras=extras,
+            spec=spec,
+            shape=shape,
+            plan=make_plan(shape, spec.limits, tiling, spec.block_q),
+            steps=steps_for(query),
+            score_dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
+            operand_dtype=_operand_dtype(query),
+            trained=trained,
+        )
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a whole block: its queries times the query heads that share a key head."""
+        return self.plan.block_q * self.shape.group
+
+    def tiles(self) -> TileSource:
+        """Return a fresh source of tiles."""
+        return TileSource(
+            self.shape, self.spec, self.extras, self.query.new_empty((), dtype=self.score_dtype)
+        )
+
+    def score_function(self) -> ScoreFunction | None:
+        """Return the score function for the tiles of one pass, or None where there is none."""
+        if self.spec.score_mod is None:
+            return None
+        return ScoreFunction(self.spec.score_mod, self.spec.softcap, self.trained, self.score_dtype)
+
+    def heads(self, tensor: Tensor, chunk: Chunk) -> Tensor:
+        """View a chunk of (batch, num_heads_q, ...) as (batch rows, key heads, group, ...)."""
+        grouped: Tensor = tensor.unflatten(1, (self.shape.heads_kv, self.shape.group))
+        return grouped[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1]
+
+    def by_block(self, heads: Tensor) -> tuple[Tensor, ...]:
+        """Return the blocks of what `heads` gave, (batch rows, key heads, group, queries, dim) each."""
+        blocks: tuple[Tensor, ...] = heads.split(self.plan.block_q, 3)
+        return blocks
+
+    def rows(self, block: Tensor) -> Tensor:
+        """Return what `by_block` gave as a matmul operand, (units, group * queries, dim)."""
+        batch, heads_kv, group, queries, dim = block.shape
+        return _unit_stride(block.to(self.operand_dtype).reshape(batch * heads_kv, group * queries, dim))
+
+    def keys(self, tensor: Tensor, chunk: Chunk) -> Tensor:
+        """Return a chunk of a (batch, num_heads_kv, seqlen_kv, dim) tensor as (units, seqlen_kv, dim)."""
+        part = tensor[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1]
+        return _unit_stride(part.to(self.operand_dtype).reshape(chunk.units, *tensor.shape[2:]))
+
+
+class Buffers:
+    """Memory that all tiles of a call share, so that it neither grows nor fragments."""
+
+    def __init__(self, call: Call) -> None:
+        """Note sizes; memory is taken when a tile first asks for it."""
+        self._call = call
+        self._rows = max((chunk.units for chunk in call.plan.chunks), default=0) * call.block_rows
+        self._widest = _aligned(call.plan.tile_keys)
+        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._views: dict[tuple[object, ...], Tensor] = {}
+
+    def scores(self, name: str, size: tuple[int, int, int]) -> Tensor:
+        """Return a (units, rows, keys) buffer in the dtype of the scores, its rows aligned."""
+        return self._view(name, self._call.score_dtype, self._widest, size, _aligned(size[2]))
+
+    def operand(self, name: str, scores: Tensor) -> Tensor:
+        """Return a buffer for a matmul operand of the shape of `scores`, or `scores` if the dtypes agree."""
+        dtype = self._call.operand_dtype
+        if dtype == scores.dtype:
+            return scores
+        return self._view(name, dtype, self._widest, tuple(scores.shape), scores.stride(1))
+
+    def rows(self, name: str, dtype: torch.dtype, units: int, rows: int, dim: int) -> Tensor:
+        """Return a (units, rows, dim) buffer."""
+        return self._view(name, dtype, dim, (units, rows, dim), dim)
+
+    def _view(self, name: str, dtype: torch.dtype, widest: int, size: tuple[int, ...], stride: int) -> Tensor:
+        place = (name, dtype, size)
+        view = self._views.get(place)
+        if view is None:
+            flat = self._flat.get((name, dtype))
+            if flat is None:
+                flat = self._flat[name, dtype] = self._call.query.new_empty(self._rows * widest, dtype=dtype)
+            view = self._views[place] = flat.as_strided(size, (size[1] * stride, stride, 1))
+        return view
+
+
+@contextmanager
+def plain(query: Tensor) -> Iterator[None]:
+    """Keep autocast from narrowing the matmuls, and launch kernels on the device of `query`."""
+    device = query.device
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        yield
+
+
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, accumulate: bool = False) -> None:
+    """Set `out` to ``alpha * a @ b``, or add that to it, accumulating in the dtype of `out`."""
+    beta = 1 if accumulate else 0
+    if out.dtype == a.dtype:
+        torch.baddbmm(out, a, b, beta=beta, alpha=alpha, out=out)
+    else:
+        torch.baddbmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
+
+
+def _operand_dtype(query: Tensor) -> torch.dtype:
+    if query.dtype in (torch.float32, torch.float64):
+        return query.dtype
+    wide_output = hasattr(torch.ops.aten.baddbmm, "dtype_out") and torch.version.hip is None
+    return query.dtype if query.device.type == "cuda" and wide_output else torch.float32
+
+
+def _aligned(keys: int) -> int:
+    return -(-keys // LD_ALIGN) * LD_ALIGN
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,137 @@
+"""The elementwise steps of chunked attention in plain torch, for every device and dtype.
+
+`_chunked_triton` holds the same two steps as single kernels; both write their results into the buffers
+they are given, which may be the buffer of the scores itself where the dtypes agree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from attnroute.executors.chunked.tile import Tile
+
+NEG_INF = float("-inf")
+
+
+def softmax_tile(
+    tile: Tile, scores: Tensor, probs: Tensor, row_max: Tensor, row_sum: Tensor, rescale: Tensor | None
+) -> None:
+    """Take one tile into the running softmax of its rows.
+
+    Args:
+        tile: What applies to the scores.
+        scores: (units, rows, keys), scaled QK^T; destroyed.
+        probs: Same shape, in the matmul's dtype; receives exp(score - new row maximum), dropped where
+            dropout says so. May be `scores`.
+        row_max: (units, rows), largest score so far; updated.
+        row_sum: (units, rows), sum of exp(score - row_max) so far; updated. It is at least 1 in a row with a
+            key, whose largest score adds 1, and set to 0.5 in a row without, so that it can divide.
+        rescale: (units, rows), receives what earlier sums must be multiplied with; None for a first tile.
+    """
+    adjust_scores(tile, scores)
+    new_max = torch.maximum(row_max, scores.amax(-1))
+    shift = finite_shift(new_max)
+    scores.sub_(shift[..., None]).exp_()
+    factor = torch.exp(row_max - shift)
+    row_sum.mul_(factor).add_(scores.sum(-1)).clamp_(min=0.5)
+    row_max.copy_(new_max)
+    if rescale is not None:
+        rescale.copy_(factor)
+    if tile.keep is not None:
+        scores.mul_(tile.keep.view(scores.shape))
+    if probs is not scores:
+        probs.copy_(scores)
+
+
+def grad_tile(
+    tile: Tile,
+    scores: Tensor,
+    grad_probs: Tensor,
+    probs: Tensor,
+    grad_scores: Tensor,
+    shift: Tensor,
+    log_sum: Tensor,
+    delta: Tensor,
+    keep_bias_grad: bool,
+) -> None:
+    """Turn the scores of one tile and the gradient of its probabilities into what the matmuls need.
+
+    Args:
+        tile: What applies to the scores.
+        scores: (units, rows, keys), scaled QK^T; destroyed.
+        grad_probs: Same shape and dtype, dO V^T; destroyed, or with `keep_bias_grad` left holding the
+            gradient of the scores as they were after softcap, which is that of a bias.
+        probs: Same shape, in the matmul's dtype; receives the probabilities, dropped ones zero (and the
+            others not yet scaled for dropout). May be `scores`.
+        grad_scores: Same shape, in the matmul's dtype; receives the gradient of the scaled QK^T. May be
+            `grad_probs` unless a softcap meets `keep_bias_grad`.
+        shift: (units, rows), subtracted from the scores first.
+        log_sum: (units, rows), subtracted next; +inf in rows without a key.
+        delta: (units, rows), the rows' sum of dO * O, less the gradient of their log-sum-exp.
+        keep_bias_grad: Whether the caller reads the bias gradient; here `grad_probs` always holds it.
+    """
+    del keep_bias_grad
+    slope = adjust_scores(tile, scores, want_slope=True)
+    scores.sub_(shift[..., None]).sub_(log_sum[..., None]).exp_()
+    if tile.keep is not None:
+        grad_probs.mul_(tile.keep.view(scores.shape)).mul_(tile.keep_scale)
+    grad_probs.sub_(delta[..., None]).mul_(scores)
+    if tile.keep is not None:
+        scores.mul_(tile.keep.view(scores.shape))
+    if slope is not None:
+        torch.mul(grad_probs, slope, out=grad_scores)
+    elif grad_scores is not grad_probs:
+        grad_scores.copy_(grad_probs)
+    if probs is not scores:
+        probs.copy_(scores)
+
+
+def finite_shift(row_max: Tensor) -> Tensor:
+    """Return the row maxima with 0 for rows that have no key, so that exp(-inf - shift) is 0 and not NaN."""
+    return row_max.masked_fill(row_max == NEG_INF, 0.0)
+
+
+def adjust_scores(tile: Tile, scores: Tensor, *, want_slope: bool = False) -> Tensor | None:
+    """Apply softcap, ALiBi, bias and masks to scaled scores in place.
+
+    Returns:
+        With `want_slope` and a softcap the derivative of the capped score by the score, else None.
+    """
+    slope = None
+    if tile.softcap:
+        scores.div_(tile.softcap).tanh_()
+        slope = scores.square().neg_().add_(1.0) if want_slope else None
+        scores.mul_(tile.softcap)
+    view = scores.view(tile.shape)
+    if tile.slopes is not None:
+        view.addcmul_(tile.slopes, tile.distance(scores))
+    if tile.bias is not None:
+        view.add_(tile.bias)
+    _mask_band(tile, scores)
+    if tile.allow is not None:
+        view.masked_fill_(~tile.allow, NEG_INF)
+    return slope
+
+
+def _mask_band(tile: Tile, scores: Tensor) -> None:
+    """Mask outside the band, touching only the columns that some row of the tile may not see."""
+    queries, keys = tile.shape[3:]
+    view = scores.view(-1, queries, keys)
+    ahead = tile.j0 - tile.i0
+    lo, hi = tile.limits.band_lo, tile.limits.band_hi
+    if lo is not None and (columns := min(queries - 1 + lo - ahead, keys)) > 0:
+        outside = _offsets(scores, queries, 0, columns) < lo - ahead
+        view[..., :columns].masked_fill_(outside, NEG_INF)
+    if hi is not None and (first := max(hi + 1 - ahead, 0)) < keys:
+        outside = _offsets(scores, queries, first, keys) > hi - ahead
+        view[..., first:].masked_fill_(outside, NEG_INF)
+
+
+def _offsets(scores: Tensor, queries: int, first: int, last: int) -> Tensor:
+    """Return column - row for columns [first, last) of a tile as (queries, columns)."""
+    columns = torch.arange(first, last, device=scores.device)
+    return columns - torch.arange(queries, device=scores.device)[:, None]

@@ -1,0 +1,77 @@
+"""The gradient of an output, in memory that the backward of a kernel takes.
+
+A gradient lies as whatever came after the call left it, which nobody knows while the call is decided. Kernels
+read it in steps of 16 bytes and along its last dimension: a slice that starts elsewhere ends the process
+("misaligned address"). torch's path to cuDNN up to torch 2.14 also keeps one plan for all gradients of a call
+(run_cudnn_SDP_bprop in MHA.cpp, whose key has no strides of it), made for the strides of the first one: any
+other gradient gives wrong numbers, silently. A gradient that fits is passed on as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnroute.executors.batched_gradients import is_batched
+from attnroute.executors.prepare.apply import is_packed
+from attnroute.masks.tracing import address, example
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attnroute.executors.inputs import Plan
+
+
+def watch(out: Tensor, plan: Plan, *, as_output: bool = False) -> None:
+    """Have the gradient of an operator's output fitted before the operator's own backward gets it.
+
+    Args:
+        out: What the operator returned, or a view of it.
+        plan: How the call runs; kernels of the CPU take gradients in any memory.
+        as_output: The gradient must have the strides of the output.
+    """
+    if plan.training and plan.device_type != "cpu" and out.requires_grad:
+        out.register_hook(_Fit(out.stride(), as_output=as_output))  # type: ignore[no-untyped-call]
+
+
+def fitted(grad: Tensor, out: Tensor, *, as_output: bool = False) -> Tensor:
+    """Return a gradient as a kernel's backward takes it, for backwards that we call ourselves.
+
+    Args:
+        grad: The gradient.
+        out: The output that it belongs to.
+        as_output: It must have the strides of the output.
+    """
+    return _fitted(grad, out.stride(), as_output=as_output)
+
+
+class _Fit:
+    """A hook; an object of a class, because torch warns about other hooks where a tensor is saved."""
+
+    __slots__ = ("_as_output", "_strides")
+    __torch_unserializable__ = True
+
+    def __init__(self, strides: Sequence[int], *, as_output: bool) -> None:
+        self._strides = strides
+        self._as_output = as_output
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        return _fitted(grad, self._strides, as_output=self._as_output)
+
+
+def _fitted(grad: Tensor, strides: Sequence[int], *, as_output: bool) -> Tensor:
+    # A gradient of several samples at once has no address; each is taken out of this copy later.
+    if not is_batched(grad) and (_lies_as(grad, strides) if as_output else is_packed(grad)):
+        return grad
+    outermost = sorted(range(grad.dim()), key=lambda dim: -example(strides[dim]))
+    whole = grad.permute(outermost).clone(memory_format=torch.contiguous_format)
+    return whole.permute([outermost.index(dim) for dim in range(grad.dim())])
+
+
+def _lies_as(grad: Tensor, strides: Sequence[int]) -> bool:
+    """Return whether a gradient has these strides and starts at a multiple of 16 bytes."""
+    sizes = zip(grad.shape, grad.stride(), strides, strict=True)
+    return all(n <= 1 or own == other for n, own, other in sizes) and address(grad) % 16 == 0

@@ -1,0 +1,114 @@
+"""CUDNN_FE: the attention operators of NVIDIA's cuDNN frontend, `cudnn::sdpa_fwd` and `cudnn::sdpa_bwd`.
+
+Read in nvidia-cudnn-frontend 1.29 to 1.32 (cudnn/sdpa/fwd/torch_op.py): batches are (batch, num_heads,
+seqlen, head_dim) of any strides or (total, num_heads, head_dim); `window_left` counts the diagonal's key as
+well; the log-sum-exp is natural and includes sinks; a ragged backward wants it padded and knows no sinks.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnroute.executors.aten import flash_ragged
+from attnroute.executors.packages.cudnn_band import band_of, settled, settled_gradients, sink_gradient
+from attnroute.executors.packages.external import External, Gradients, Launched
+from attnroute.executors.packages.request import Request, swapped
+
+_OPEN = -1
+
+
+@cache
+def _operators() -> Any:
+    import_module("cudnn.sdpa.fwd.torch_op")
+    return torch.ops.cudnn
+
+
+class _Kernel:
+    """Both operators on one request; between them stands nothing but output and log-sum-exp."""
+
+    heads_first = True
+
+    def forward(self, request: Request) -> Launched:
+        """Launch `cudnn::sdpa_fwd`."""
+        sink = None if request.sink is None else request.sink.float()
+        # The operator has an autograd layer of Python, which records nothing here and costs the host time.
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _operators().sdpa_fwd(
+                **_inputs(request), **_settings(request), sinks=sink, return_lse=True
+            )
+        if not request.is_ragged:
+            return Launched(swapped(request, out), lse.squeeze(-1))
+        return settled(request, Launched(out, lse.squeeze(-1).T))
+
+    def backward(self, request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
+        """Launch `cudnn::sdpa_bwd`, which makes its weights from the log-sum-exp and so needs no sink."""
+        # What has no key weighs nothing: exp(-inf - inf) is 0 where exp(-inf + inf) is NaN.
+        lse = ran.lse.masked_fill(ran.lse == -math.inf, math.inf)
+        grads = _operators().sdpa_bwd(
+            grad_out=_heads_first(request, grad_out),
+            o=_heads_first(request, ran.out),
+            lse=_rows(request, lse),
+            **_inputs(request),
+            **_settings(request),
+            is_deterministic=request.deterministic,
+        )
+        query, key, value = (_heads_first(request, g) for g in grads)
+        made = Gradients(query, key, value, sink_gradient(request, ran.out, lse, grad_out))
+        return settled_gradients(request, made) if request.is_ragged else made
+
+
+def _inputs(request: Request) -> dict[str, Tensor]:
+    return {
+        "q": _heads_first(request, request.query),
+        "k": _heads_first(request, request.key),
+        "v": _heads_first(request, request.value),
+    }
+
+
+def _heads_first(request: Request, tensor: Tensor) -> Tensor:
+    """Return a padded batch in layout bhsd, which is its own inverse."""
+    return tensor if request.is_ragged else swapped(request, tensor)
+
+
+def _rows(request: Request, lse: Tensor) -> Tensor:
+    """Return the log-sum-exp as (batch or sequences, num_heads_q, longest sequence)."""
+    if request.cu_seqlens_q is None:
+        return lse.contiguous()
+    return flash_ragged.per_sequence(lse, request.cu_seqlens_q, request.max_seqlen_q)
+
+
+def _settings(request: Request) -> dict[str, Any]:
+    """Return the arguments that both operators have."""
+    band = band_of(request)
+    sums_q, sums_kv = _sums(request)
+    return {
+        "attn_scale": request.scale,
+        "is_causal": band.right == 0,
+        "causal_bottom_right": band.bottom_right,
+        "window_left": _OPEN if band.left is None else band.left + 1,
+        "window_right": band.right or _OPEN,
+        "cu_seqlens_q": sums_q,
+        "cu_seqlens_kv": sums_kv,
+        "max_seqlen_q": request.max_seqlen_q if request.is_ragged else 0,
+        "max_seqlen_kv": request.max_seqlen_kv if request.is_ragged else 0,
+    }
+
+
+def _sums(request: Request) -> tuple[Tensor | None, Tensor | None]:
+    """Return prefix sums; keys that are left out become sequences without a query behind the others."""
+    sums_q, sums_kv, used = request.cu_seqlens_q, request.cu_seqlens_kv, request.used_kv
+    if sums_q is None or sums_kv is None or used is None:
+        return sums_q, sums_kv
+    ends_q = torch.stack([sums_q[1:], sums_q[1:]], 1).flatten()
+    ends_kv = torch.stack([sums_kv[:-1] + used, sums_kv[1:]], 1).flatten()
+    return torch.cat([sums_q[:1], ends_q]), torch.cat([sums_kv[:1], ends_kv])
+
+
+_external = External("cudnn_fe", _Kernel())
+run, forward, backward = _external.run, _external.forward, _external.backward

@@ -1,0 +1,303 @@
+"""Kernels of other packages: one way for eager calls, torch.compile, sinks and pairs.
+
+A package says how its kernel is launched, forward and backward (`Kernel`). `External` is the backend's
+executor. For graphs it makes two operators, `attnroute::<backend>` and `attnroute::<backend>_backward`, with
+what a tracer needs to know of them; eager calls take an autograd function instead, because an operator of
+Python costs the host several times as much. Profiles and dispatch modes see a mark with the operator's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attnroute.errors import KernelRefusedError
+from attnroute.executors import first_call, launch
+from attnroute.executors.batched_gradients import in_turn
+from attnroute.executors.gradients import fitted
+from attnroute.executors.inputs import Inputs, Output, Plan
+from attnroute.executors.packages.request import SCHEMA, Request, packed, padded, request_of, swapped
+from attnroute.executors.prepare import from_lse
+from attnroute.executors.prepare.sink import Grads, Ran, Wanted
+from attnroute.masks.tracing import is_traced
+
+_FIELDS = len(Request._fields)
+_SAVED = 8
+"""The leading fields of `Request`, which are tensors."""
+_SINK = Request._fields.index("sink")
+_OUTPUTS = 3
+"""What a forward launch returns, saved before the fields."""
+_GIVEN_BACK = 1 + _OUTPUTS
+"""What a backward launch takes before the fields."""
+_NO_MARK: AbstractContextManager[Any] = nullcontext()
+
+
+class Launched(NamedTuple):
+    """What a forward launch returns.
+
+    Attributes:
+        out: As the query, with head_dim_v.
+        lse: (batch, num_heads_q, seqlen_q), ragged (num_heads_q, total_q); natural log, float32. A row with
+            no key may have -inf or +inf.
+        state: The state of dropout, int64 (2,), None without dropout.
+    """
+
+    out: Tensor
+    lse: Tensor
+    state: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """What a backward launch returns, each in the shape of what it belongs to."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sink: Tensor | None = None
+
+
+class Kernel(Protocol):
+    """How a package's kernel is launched. Both run without autograd, inside `before_launch`.
+
+    A kernel whose log-sum-exp is never +inf may say `says_infinity = False`, which saves two small kernels;
+    one that is compiled at its first call says `compiles = True`, so that the user hears of it; one that
+    takes padded batches in layout bhsd says `heads_first = True` and is spared views, which cost the host.
+    """
+
+    def forward(self, request: Request, /) -> Launched:
+        """Launch the forward kernel."""
+
+    def backward(self, request: Request, ran: Launched, grad_out: Tensor, /) -> Gradients:
+        """Launch the backward kernel for an output and log-sum-exp, -inf in rows with no key.
+
+        They need not be those of this kernel's forward: with a sink that was added through the log-sum-exp
+        both are smaller, and +inf in rows with no key.
+        """
+
+
+class External:
+    """The executor of one backend: `run`, and `forward` and `backward` for sinks and pairs."""
+
+    def __init__(self, backend: str, kernel: Kernel) -> None:
+        """Register the operators of a backend, once per process.
+
+        Args:
+            backend: Its name, which the operators have too.
+            kernel: How it is launched.
+        """
+        self._backend = backend
+        self._kernel = kernel
+        self._says_infinity = getattr(kernel, "says_infinity", True)
+        self._compiles = getattr(kernel, "compiles", False)
+        self._heads_first = getattr(kernel, "heads_first", False)
+        self._forward = torch.library.custom_op(
+            f"attnroute::{backend}",
+            self._forward_of_graphs,
+            mutates_args=(),
+            schema=f"({SCHEMA}) -> (Tensor out, Tensor lse, Tensor state)",
+        )
+        self._backward = torch.library.custom_op(
+            f"attnroute::{backend}_backward",
+            self._backward_of_graphs,
+            mutates_args=(),
+            schema=(
+                f"(Tensor grad_out, Tensor out, Tensor lse, Tensor state, {SCHEMA})"
+                " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sink)"
+            ),
+        )
+        self._forward.register_fake(_fake_forward)
+        self._backward.register_fake(_fake_backward)
+        self._forward.register_autograd(self._gradients, setup_context=_save)
+
+    def run(self, inputs: Inputs, plan: Plan) -> Output:
+        """Run one call."""
+        in_graph = _is_in_graph(inputs.query)
+        request = self._request_of(inputs, plan, in_graph=in_graph)
+        if in_graph:
+            out, lse, _ = self._forward(*request)
+        elif plan.training:
+            out, lse = _Eager.apply(self, *request)  # type: ignore[no-untyped-call]
+        else:
+            out, lse, _ = self._launch_forward(request, reads_lse=plan.return_lse)
+        out, lse = padded(request, out, lse, inputs)
+        # The backward knows no gradient of the log-sum-exp.
+        return out, lse.detach() if plan.return_lse else None
+
+    def forward(self, inputs: Inputs, plan: Plan) -> Ran:
+        """Run the forward alone, recording no gradient."""
+        in_graph = _is_in_graph(inputs.query)
+        request = self._request_of(inputs, plan, in_graph=in_graph)
+        with torch.no_grad():
+            out, lse, state = self._forward(*request) if in_graph else self._launch_forward(request)
+        return Ran(*padded(request, out, lse, inputs), (state,))
+
+    def backward(self, inputs: Inputs, plan: Plan, ran: Ran, grad_out: Tensor, _: Wanted) -> Grads:
+        """Run the backward alone."""
+        in_graph = _is_in_graph(grad_out)
+        request = self._request_of(inputs, plan, in_graph=in_graph)
+        out, lse = packed(request, ran.out, ran.lse)
+        grad, _lse = packed(request, grad_out, ran.lse)
+        launched = Launched(out, lse, ran.rest[0])
+        if in_graph:
+            grads = Gradients(*self._backward(grad, *launched, *request))
+        else:
+            grads = self._launch_backward(grad, launched, request)
+        batch = inputs.query.shape[0]
+        if request.is_ragged:
+            query, key, value = (g.unflatten(0, (batch, -1)).transpose(1, 2) for g in grads[:3])
+        else:
+            query, key, value = (swapped(request, g) for g in grads[:3])
+        return query, key, value, None
+
+    def _request_of(self, inputs: Inputs, plan: Plan, *, in_graph: bool) -> Request:
+        # What an operator returns in a graph lies in the order of its dimensions, and models have theirs so.
+        return request_of(inputs, plan, heads_first=self._heads_first and not in_graph)
+
+    def _launch_forward(self, request: Request, *, reads_lse: bool = True) -> Launched:
+        try:
+            with self._guarded("forward", request), self._shown("forward", request):
+                out, lse, state = self._kernel.forward(request)
+        except KernelRefusedError as error:
+            # Inside a compiled graph nobody else can choose another kernel any more.
+            if request.fallback != "inside" or request.dropout_p:
+                raise
+            self._note(error, request)
+            out, lse = from_lse.forward(request)
+            state = None
+        lse = lse.float()
+        if self._says_infinity and reads_lse:
+            # -inf for rows with no key, whatever the kernel says.
+            lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+        return Launched(out, lse, state)
+
+    def _launch_backward(self, grad_out: Tensor, ran: Launched, request: Request) -> Gradients:
+        try:
+            with self._guarded("backward", request), self._shown("backward", request):
+                return self._kernel.backward(request, ran, fitted(grad_out, ran.out))
+        except KernelRefusedError as error:
+            # Output and log-sum-exp are the same whatever kernel made them, so another one can go on.
+            if request.fallback == "none" or request.dropout_p:
+                raise
+            self._note(error, request)
+            return from_lse.backward(request, ran, grad_out)
+
+    def _forward_of_graphs(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """An operator's outputs lie as its fake ones do, and own their memory."""
+        out, lse, state = self._launch_forward(Request(*arguments))
+        state = out.new_empty(0, dtype=torch.int64) if state is None else state
+        return out.contiguous(), lse.contiguous(), state.contiguous()
+
+    def _backward_of_graphs(self, *arguments: Any) -> tuple[Tensor, ...]:
+        grad_out, out, lse, state, *fields = arguments
+        ran = Launched(out, lse, state if state.numel() else None)
+        *grads, sink = self._launch_backward(grad_out, ran, Request(*fields))
+        sink = out.new_empty(0, dtype=torch.float32) if sink is None else sink
+        return *(g.contiguous() for g in grads), sink.contiguous()
+
+    def _guarded(self, direction: str, request: Request) -> AbstractContextManager[None]:
+        """Make refusals one error; those that another kernel answers are not asked for twice."""
+        what = None if request.fallback == "none" else lambda: (direction, *_code_of(request))
+        draws_on = request.query.device if request.dropout_p else None
+        return launch.before_launch(self._backend, what=what, draws_on=draws_on)
+
+    def _shown(self, direction: str, request: Request) -> AbstractContextManager[Any]:
+        """Show the launch to a profiler or a dispatch mode, and a first call that compiles to the user."""
+        name = self._backend if direction == "forward" else f"{self._backend}_backward"
+        if not self._compiles or not first_call.is_first(name, _code_of(request)):
+            return _mark(name)
+        heads = f"{request.query.shape[-1]}, {request.value.shape[-1]}"
+        text = f"{direction} of {str(request.query.dtype).removeprefix('torch.')}, head dimensions {heads}"
+        stack = ExitStack()
+        stack.enter_context(first_call.announced(self._backend, text))
+        stack.enter_context(_mark(name))
+        return stack
+
+    def _note(self, error: KernelRefusedError, request: Request) -> None:
+        qkv = (request.query, request.key, request.value)
+        launch.note_backward_failure(self._backend, error, "chunked", training=request.training, qkv=qkv)
+
+    def _gradients(self, ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        wants_sink = ctx.needs_input_grad[_SINK]
+        return _each(self._backward(grad_out, *saved, *ctx.numbers), saved, wants_sink=wants_sink)
+
+
+class _Eager(torch.autograd.Function):
+    """The launches with autograd around them, without an operator."""
+
+    @staticmethod
+    def forward(ctx: Any, external: External, *request: Any) -> tuple[Tensor, Tensor]:
+        ran = external._launch_forward(Request(*request))
+        ctx.external, ctx.numbers = external, request[_SAVED:]
+        ctx.save_for_backward(*ran, *request[:_SAVED])
+        ctx.mark_non_differentiable(ran.lse)
+        return ran.out, ran.lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        request = Request(*saved[_OUTPUTS:], *ctx.numbers)
+        ran = Launched(*saved[:_OUTPUTS])
+        grads = in_turn(lambda grad: ctx.external._launch_backward(grad, ran, request), grad_out)
+        return None, *_each(grads, saved, wants_sink=ctx.needs_input_grad[1 + _SINK])
+
+
+def _each(
+    grads: tuple[Tensor | None, ...], saved: tuple[Tensor | None, ...], *, wants_sink: bool
+) -> tuple[Tensor | None, ...]:
+    """Return a gradient, or None, for every field of a request."""
+    query, key, value, sink = grads
+    found: list[Tensor | None] = [query, key, value, *[None] * (_FIELDS - 3)]
+    given = saved[_OUTPUTS + _SINK]
+    if wants_sink and given is not None and sink is not None:
+        found[_SINK] = sink.to(given.dtype)
+    return tuple(found)
+
+
+def _is_in_graph(tensor: Tensor) -> bool:
+    return torch.compiler.is_compiling() or is_traced(tensor)
+
+
+def _mark(name: str) -> AbstractContextManager[Any]:
+    """Show the launch to a profiler or a dispatch mode, where there is one."""
+    if torch.autograd.profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack() > 0:
+        return torch.profiler.record_function(f"attnroute::{name}")
+    return _NO_MARK
+
+
+def _code_of(request: Request) -> tuple[Hashable, ...]:
+    """Return what a kernel has code of its own for, as far as a request says it."""
+    query, key, value = request.query, request.key, request.value
+    place = 1 if request.heads_first else -2
+    heads = tuple((t.shape[place], t.shape[-1]) for t in (query, key, value))
+    bands = (request.left is None, request.right is None, request.is_causal)
+    extras = (request.sink is None, request.alibi_slopes is None, request.softcap, request.dropout_p > 0)
+    fixed = (request.deterministic, request.training, request.options)
+    return (query.dtype, query.device, heads, request.is_ragged, *bands, *extras, *fixed)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output, *inputs[:_SAVED])
+    ctx.numbers = inputs[_SAVED:]
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    request = Request(*arguments)
+    query, *rows, heads, _ = request.query, *request.query.shape
+    out = query.new_empty(*rows, heads, request.value.shape[-1])
+    shape = (heads, *rows) if request.is_ragged else (rows[0], heads, rows[1])
+    state = query.new_empty(2 if request.dropout_p else 0, dtype=torch.int64)
+    return out, query.new_empty(shape, dtype=torch.float32), state
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    request = Request(*arguments[_GIVEN_BACK:])
+    grads = (t.new_empty(t.shape) for t in (request.query, request.key, request.value))
+    sink = request.query.new_empty(0 if request.sink is None else request.sink.shape, dtype=torch.float32)
+    return *grads, sink  # type: ignore[return-value]

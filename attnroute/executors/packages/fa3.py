@@ -1,0 +1,126 @@
+"""FA3: the operators `flash_attn_3::fwd` and `::bwd` of flash-attn-3, which xformers has prebuilt as well.
+
+Read in hopper/flash_api.cpp from May 2025, when its functions became operators, to release 3.0.0: windows end
+at the bottom right, the log-sum-exp is natural and per token in ragged batches, gradients are written into
+tensors that are given. Builds differ in which arguments have a default and in what the backward returns.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnroute.executors.packages.external import External, Gradients, Launched
+from attnroute.executors.packages.flash_attn import readable, sides_of
+from attnroute.executors.packages.request import Request
+
+_LIBRARIES = ("flash_attn_3._C", "xformers.flash_attn_3._C")
+"""Modules that register the operators when they are imported."""
+
+
+@cache
+def _operators() -> Any:
+    """Return the namespace of the operators.
+
+    They are registered at most once: a second library with the same operators ends the process.
+
+    Raises:
+        ImportError: No library has them.
+    """
+    if hasattr(torch.ops.flash_attn_3, "fwd"):
+        return torch.ops.flash_attn_3
+    said = []
+    for library in _LIBRARIES:
+        try:
+            import_module(library)
+        except (ImportError, OSError) as error:
+            said.append(f"{library}: {error}")
+        else:
+            return torch.ops.flash_attn_3
+    msg = f"fa3 requires flash-attn-3 or an xformers that has it; got {'; '.join(said)}; install one of them."
+    raise ImportError(msg)
+
+
+@cache
+def _arguments(operator: str) -> dict[str, bool]:
+    """Return which arguments an operator has, and which of them must be given."""
+    schema = getattr(_operators(), operator).default._schema
+    return {a.name: not a.has_default_value() for a in schema.arguments}
+
+
+class _Kernel:
+    """Both operators on one request. A row with no key has -inf for its log-sum-exp."""
+
+    says_infinity = False
+
+    def forward(self, request: Request) -> Launched:
+        """Launch the forward, over several splits of the keys only where nothing has to come out twice."""
+        settings = _settings(request)
+        out, lse, *_ = _call("fwd", **settings, num_splits=_splits(request))
+        return Launched(out, lse)
+
+    def backward(self, request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
+        """Launch the backward, which writes no gradient of keys that are not in use."""
+        make = torch.empty_like if request.used_kv is None else torch.zeros_like
+        grads = Gradients(*(make(t, memory_format=torch.contiguous_format) for t in request[:3]))
+        _call(
+            "bwd",
+            dout=readable(grad_out),
+            out=readable(ran.out),
+            softmax_lse=ran.lse.contiguous(),
+            dq=grads.query,
+            dk=grads.key,
+            dv=grads.value,
+            deterministic=request.deterministic,
+            **_settings(request),
+        )
+        return grads
+
+
+def _call(operator: str, **arguments: Any) -> Any:
+    """Call an operator, whichever build it is from; what it must be given and no request has is None."""
+    names = _arguments(operator)
+    missing = [name for name in arguments if name not in names]
+    if missing:
+        msg = (
+            f"flash-attn-3 requires its operator {operator} to take {', '.join(missing)}; got a build that"
+            " does not; install release 3.0.0 or newer."
+        )
+        raise TypeError(msg)
+    unused = {name: None for name, is_required in names.items() if is_required and name not in arguments}
+    return getattr(_operators(), operator)(**arguments, **unused)
+
+
+def _settings(request: Request) -> dict[str, Any]:
+    """Return the arguments that both operators have."""
+    sides = sides_of(request)
+    return {
+        "q": request.query,
+        "k": request.key,
+        "v": request.value,
+        "cu_seqlens_q": request.cu_seqlens_q,
+        "cu_seqlens_k": request.cu_seqlens_kv,
+        "seqused_k": request.used_kv,
+        "max_seqlen_q": request.max_seqlen_q if request.is_ragged else None,
+        "max_seqlen_k": request.max_seqlen_kv if request.is_ragged else None,
+        "softmax_scale": request.scale,
+        "is_causal": sides.is_causal,
+        "window_size_left": sides.left,
+        "window_size_right": sides.right,
+        "softcap": request.softcap,
+    }
+
+
+def _splits(request: Request) -> int:
+    """Return over how many parts of the keys the forward is split; 0 lets the kernel choose."""
+    if request.training or request.deterministic:
+        return 1
+    return int(request.option("num_splits") or 1)
+
+
+_external = External("fa3", _Kernel())
+run, forward, backward = _external.run, _external.forward, _external.backward

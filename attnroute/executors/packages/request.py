@@ -1,0 +1,162 @@
+"""What a kernel of the FlashAttention family is asked: the call in terms that an operator can take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor  # noqa: TC002 - a NamedTuple's fields are read at run time
+
+from attnroute.executors.aten import flash_ragged
+from attnroute.masks.tracing import is_traced
+
+if TYPE_CHECKING:
+    from attnroute.executors.inputs import Inputs, Plan
+
+
+class Request(NamedTuple):
+    """One call, batches padded or ragged.
+
+    A ragged batch has `cu_seqlens_q`, and its tensors have no batch dimension: (total, num_heads, head_dim).
+
+    Attributes:
+        query: (batch, seqlen_q, num_heads_q, head_dim_qk) or (total_q, num_heads_q, head_dim_qk).
+        key: (batch, seqlen_kv, num_heads_kv, head_dim_qk) or (total_kv, num_heads_kv, head_dim_qk).
+        value: As key, with head_dim_v.
+        cu_seqlens_q: (sequences + 1,) int32 prefix sums on the device, None for padded batches.
+        cu_seqlens_kv: The same of the keys.
+        used_kv: (sequences,) int32, how many keys of each sequence exist; None = all.
+        sink: (num_heads_q,), float, or None.
+        alibi_slopes: (num_heads_q,) or (batch, num_heads_q), float32, or None.
+        max_seqlen_q: Upper bound of a sequence's queries; seqlen_q of padded batches.
+        max_seqlen_kv: Upper bound of a sequence's keys.
+        scale: Factor on QK^T.
+        left: How many keys before the diagonal that ends with the last query and key; None = all.
+        right: How many keys after it; None = all, 0 is causal. May be negative, as `left` may.
+        softcap: 0.0 = off.
+        dropout_p: Probability of dropping an attention weight.
+        deterministic: Only deterministic algorithms.
+        training: A backward will follow.
+        fallback: Who may replace a kernel that refuses to start: "none", the "caller" (another backend, for
+            the forward) or, in a compiled graph, the operator "inside" (chunked). Either lets chunked's
+            backward go on with what the forward made.
+        options: Options of the kernel from table rows, as ``name=value`` joined by commas.
+        heads_first: The tensors of a padded batch are (batch, num_heads, seqlen, head_dim) instead.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    used_kv: Tensor | None
+    sink: Tensor | None
+    alibi_slopes: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    scale: float
+    left: int | None
+    right: int | None
+    softcap: float
+    dropout_p: float
+    deterministic: bool
+    training: bool
+    fallback: str
+    options: str
+    heads_first: bool
+
+    @property
+    def is_ragged(self) -> bool:
+        """Sequences lie one behind the other, without a batch dimension."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def is_causal(self) -> bool:
+        """The band is causal and nothing else."""
+        return self.left is None and self.right == 0
+
+    @property
+    def is_banded(self) -> bool:
+        """The band rules something out that causal alone does not."""
+        return not self.is_causal and (self.left is not None or self.right is not None)
+
+    @property
+    def offset(self) -> int:
+        """Keys beyond queries of a padded batch: counted from the top left a window has `right + offset`."""
+        return 0 if self.is_ragged else self.max_seqlen_kv - self.max_seqlen_q
+
+    def option(self, name: str) -> str | None:
+        """Return one option's value as text."""
+        pairs = (part.partition("=") for part in self.options.split(",") if part)
+        return next((value for key, _, value in pairs if key == name), None)
+
+
+SCHEMA = (
+    "Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? used_kv,"
+    " Tensor? sink, Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_kv, float scale,"
+    " SymInt? left, SymInt? right, float softcap, float dropout_p, bool deterministic, bool training,"
+    " str fallback, str options, bool heads_first"
+)
+"""The fields of `Request` as an operator's arguments."""
+
+
+def request_of(inputs: Inputs, plan: Plan, *, heads_first: bool = False) -> Request:
+    """Return the request of one call: padded rows, or sequences where the plan says `to_varlen`."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    sums_q = sums_kv = used = None
+    longest_q, longest_kv = query.shape[2], key.shape[2]
+    if not heads_first or "to_varlen" in plan.repairs:
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if "to_varlen" in plan.repairs:
+        (sums_q, sums_kv, used), longest_q, longest_kv = flash_ragged.rows_of(inputs, training=plan.training)
+        query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    left, right = flash_ragged.window_sizes(inputs)
+    slopes = None if inputs.alibi_slopes is None else inputs.alibi_slopes.float()
+    return Request(
+        query,
+        key,
+        value,
+        sums_q,
+        sums_kv,
+        used,
+        None if "sink_from_lse" in plan.repairs else inputs.sink,
+        slopes,
+        longest_q,
+        longest_kv,
+        inputs.query.shape[3] ** -0.5 if inputs.scale is None else inputs.scale,
+        left,
+        right,
+        inputs.softcap,
+        inputs.dropout_p,
+        plan.deterministic,
+        plan.training,
+        _fallback(query, plan),
+        ",".join([f"{name}={value}" for name, value in plan.options]) if plan.options else "",
+        heads_first,
+    )
+
+
+def _fallback(query: Tensor, plan: Plan) -> str:
+    if not plan.may_reroute:
+        return "none"
+    return "inside" if is_traced(query) else "caller"
+
+
+def swapped(request: Request, tensor: Tensor) -> Tensor:
+    """Return a tensor of a padded batch in layout bhsd; this is its own inverse."""
+    return tensor if request.heads_first else tensor.transpose(1, 2)
+
+
+def padded(request: Request, out: Tensor, lse: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of a request in the shapes of the inputs, layout bhsd."""
+    if not request.is_ragged:
+        return swapped(request, out), lse
+    batch, _, seqlen, _ = inputs.query.shape
+    lse = lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
+    return out.unflatten(0, (batch, seqlen)).transpose(1, 2), lse
+
+
+def packed(request: Request, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `padded`."""
+    if not request.is_ragged:
+        return swapped(request, out), lse
+    return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)

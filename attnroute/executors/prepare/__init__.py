@@ -1,0 +1,1 @@
+"""Preparations that make a call acceptable to a kernel."""

@@ -1,0 +1,192 @@
+"""Each preparation once, on tensors. `attnroute.engine.repairs` has the same list on plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnroute.executors.inputs import Inputs, Output, Plan
+from attnroute.executors.prepare.pair import run_pair
+from attnroute.executors.prepare.pieces import BATCH, HEADS, pieces
+from attnroute.executors.prepare.sink import run_with_sink
+from attnroute.masks.lowered.form import LoweredMask
+from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.tensors import additive, build
+from attnroute.masks.tracing import address, holds, is_tracing
+from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE
+
+PREPARED_LIMIT_BYTES: Final = 2**30
+"""A prepared mask larger than this is made anew each call instead of being kept with its owner."""
+
+BANDS_KEPT: Final = 4
+"""Causal and window masks that are kept: a model has one or two kinds of layers."""
+BAND_LIMIT_BYTES: Final = 64 * 2**20
+"""A causal or window mask larger than this is made anew each call."""
+
+Run = Callable[[Inputs, Plan], Output]
+_DENSE = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
+_ADDITIVE = frozenset({"cast_mask", "cast_bias", "align_bias"})
+
+
+def run_repaired(run: Run, inputs: Inputs, plan: Plan) -> Output:
+    """Prepare the inputs as the plan says, run, and undo what the preparations did to the shape."""
+    if not plan.repairs:
+        inputs.attn = _undressed(inputs)
+        return run(inputs, plan)
+    repairs = frozenset(plan.repairs)
+    for limit, axis in (("split_batch", BATCH), ("split_heads", HEADS)):
+        if limit in repairs:
+            rest = replace(plan, repairs=tuple(r for r in plan.repairs if r != limit))
+            return _split(run, inputs, rest, axis)
+    if inputs.scale is None and "pad_head_dim" in repairs:
+        inputs.scale = inputs.query.shape[-1] ** -0.5
+    if "materialize_alibi" in repairs:
+        inputs.bias, inputs.alibi_slopes = _alibi(inputs), None
+    nothing = inputs.mask.is_full and inputs.bias is None
+    inputs.attn = _dense(inputs, repairs) if repairs & _DENSE and not nothing else _undressed(inputs)
+    head_dim_v = inputs.value.shape[-1]
+    _prepare_qkv(inputs, repairs)
+    sink = inputs.sink if "sink_from_lse" in repairs else None
+    if "backward_from_chunked" in repairs:
+        out, lse = run_pair(inputs, plan)
+    else:
+        out, lse = run(inputs, plan) if sink is None else run_with_sink(run, inputs, plan)
+    if out.shape[-1] != head_dim_v:
+        out = out[..., :head_dim_v]
+    if "zero_empty_rows" in repairs and inputs.attn is not None:
+        out, lse = _without_empty_rows(out, lse, empty_rows(inputs.attn), sink)
+    return out, lse
+
+
+def _without_empty_rows(out: Tensor, lse: Tensor | None, empty: Tensor, sink: Tensor | None) -> Output:
+    """Give rows with no key zeros and the log-sum-exp of nothing, or of the sink alone."""
+    out = out.masked_fill(empty[..., None], 0.0)
+    if lse is None or sink is None:
+        return out, None if lse is None else lse.masked_fill(empty, -math.inf)
+    return out, torch.where(empty, sink.detach().to(lse.dtype)[:, None], lse)
+
+
+def empty_rows(attn: Tensor) -> Tensor:
+    """Return (batch or 1, heads or 1, seqlen_q or 1), True where a query may attend no key."""
+    allowed = attn if attn.dtype == torch.bool else attn != -math.inf
+    return ~allowed.any(-1)
+
+
+def _undressed(inputs: Inputs) -> Tensor | None:
+    """The dense mask or bias as the caller gave it, for operators that take it so."""
+    return inputs.mask.dense if inputs.bias is None else inputs.bias
+
+
+def _alibi(inputs: Inputs) -> Tensor:
+    """Return ``-slope * abs(i + seqlen_kv - seqlen_q - j)`` as a bias in the query's dtype."""
+    query, slopes = inputs.query, cast("Tensor", inputs.alibi_slopes)
+    sizes = (query.shape[2], inputs.key.shape[2], query.dtype, query.device)
+    small = not is_tracing() and sizes[0] * sizes[1] * query.element_size() <= BAND_LIMIT_BYTES
+    distances = _distances(*sizes) if small else _distances.__wrapped__(*sizes)
+    return slopes.detach().to(query.dtype).view(-1, query.shape[1], 1, 1) * distances
+
+
+@lru_cache(maxsize=BANDS_KEPT)
+def _distances(seqlen_q: int, seqlen_kv: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return minus the distances to the diagonal at the bottom right, the same for all layers."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        queries = torch.arange(seqlen_kv - seqlen_q, seqlen_kv, dtype=dtype, device=device)
+        keys = torch.arange(seqlen_kv, dtype=dtype, device=device)
+        return (queries[:, None] - keys).abs_().neg_()
+
+
+def _dense(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
+    query, key = inputs.query, inputs.key
+    extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+    as_bias = bool(repairs & _ADDITIVE) or inputs.bias is not None
+
+    def make() -> Tensor:
+        allowed = None if inputs.mask.is_full else build(inputs.mask, extent)
+        if not as_bias and allowed is not None:
+            return allowed
+        return additive(allowed, inputs.bias, query.dtype)
+
+    if is_tracing():
+        return make()
+    size = extent.seqlen_q * extent.seqlen_kv * query.element_size()
+    if inputs.bias is None and inputs.mask.is_band_only and size <= BAND_LIMIT_BYTES:
+        return _band(inputs.mask, extent, query.dtype if as_bias else torch.bool)
+    if inputs.bias is not None or inputs.keeper is None:
+        return make()
+    if size * (inputs.mask.dense.shape[0] if inputs.mask.dense is not None else 1) > PREPARED_LIMIT_BYTES:
+        return make()
+    band = (inputs.mask.band_lo, inputs.mask.band_hi)
+    return inputs.keeper.keep(("dense", as_bias, query.dtype, extent, band), make)
+
+
+@lru_cache(maxsize=BANDS_KEPT)
+def _band(mask: LoweredMask, extent: Extent, dtype: torch.dtype) -> Tensor:
+    """Causal and window masks are the same for all layers, and no object lives as long as they are needed."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        allowed = build(mask, extent)
+        return allowed if dtype == torch.bool else additive(allowed, None, dtype)
+
+
+def _prepare_qkv(inputs: Inputs, repairs: frozenset[str]) -> None:
+    keep = inputs.mask.key_keep
+    if "clear_left_out" in repairs and keep is not None:
+        left_out = ~keep[:, None, :, None]
+        inputs.key, inputs.value = (t.masked_fill(left_out, 0) for t in (inputs.key, inputs.value))
+    if "expand_kv" in repairs:
+        group = inputs.query.shape[1] // inputs.key.shape[1]
+        inputs.key = _expand(inputs.key, group)
+        inputs.value = _expand(inputs.value, group)
+    if "pad_head_dim" in repairs:
+        inputs.query, inputs.key, inputs.value = (
+            _padded(t) for t in (inputs.query, inputs.key, inputs.value)
+        )
+    if "contiguous" in repairs:
+        pack = _tokens_packed if "to_varlen" in repairs else _packed
+        inputs.query, inputs.key, inputs.value = (pack(t) for t in (inputs.query, inputs.key, inputs.value))
+
+
+def _expand(tensor: Tensor, group: int) -> Tensor:
+    """A real copy: key/value heads with stride 0 are a known fault of EFFICIENT."""
+    if group == 1:
+        return tensor.contiguous()
+    return tensor.repeat_interleave(group, dim=1)
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    missing = -tensor.shape[-1] % HEAD_DIM_MULTIPLE
+    return pad(tensor, (0, missing)) if missing else tensor
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    return tensor if is_packed(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _tokens_packed(tensor: Tensor) -> Tensor:
+    """Sequences take the tokens of all rows as they lie: copied, each token's heads follow each other."""
+    tokens = tensor.transpose(1, 2)
+    if tokens.is_contiguous() and address(tensor) % 16 == 0:
+        return tensor
+    return tokens.clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Return whether the last stride is 1 and the start and every row lie at multiples of 16 bytes."""
+    size = tensor.element_size()
+    rows = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    if not all(holds(n <= 1) or holds(s * size % 16 == 0) for n, s in rows):
+        return False
+    return (tensor.shape[-1] <= 1 or holds(tensor.stride(-1) == 1)) and address(tensor) % 16 == 0
+
+
+def _split(run: Run, inputs: Inputs, plan: Plan, axis: int) -> Output:
+    """Run pieces of at most `GRID_LIMIT` along batch or heads and join them."""
+    parts = [run_repaired(run, piece, plan) for piece in pieces(inputs, axis, GRID_LIMIT)]
+    lses = [lse for _, lse in parts if lse is not None]
+    return torch.cat([out for out, _ in parts], axis), torch.cat(lses, axis) if lses else None

@@ -1,0 +1,192 @@
+"""Attention sinks on kernels that have none: exact, through the log-sum-exp.
+
+A sink is one more logit s in the softmax's denominator. Where L is the log-sum-exp of a row's scores, the
+softmax with a sink divides by exp(L') with L' = logaddexp(L, s): the kernel's weights, and with them its
+output, shrink by the share exp(L - L') that the keys keep. Dropout comes after the softmax and changes none
+of this.
+
+The log-sum-exp of torch's fused operators carries no gradient, so the backward is written out. A kernel's
+backward makes its weights again as P = exp(scores - L), and the gradient of the scores is P * (dP - D) with
+D = sum(grad_out * out). Given L' and the smaller output, P and D are those of the softmax with a sink, and so
+are the gradients of query, key, value and bias. The gradient of s is the sum of -exp(s - L') * D.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attnroute.executors.batched_gradients import in_turn
+from attnroute.executors.inputs import Inputs, Output, Plan
+from attnroute.masks.lowered.form import FULL, LoweredMask
+
+if TYPE_CHECKING:
+    from attnroute.executors.prepare.apply import Run
+
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Of query, key, value and the dense tensor `Inputs.attn`."""
+Wanted = tuple[bool, bool, bool, bool]
+"""Which of `Grads` are asked for."""
+
+_TENSORS = 4
+_SETTINGS = 7
+
+
+class Ran(NamedTuple):
+    """What the forward of a kernel gives.
+
+    Attributes:
+        out: (batch, num_heads_q, seqlen_q, head_dim_v), new memory.
+        lse: (batch, num_heads_q, seqlen_q), natural log, -inf for rows with no key.
+        rest: What else the kernel's backward takes, in an order of its own.
+    """
+
+    out: Tensor
+    lse: Tensor
+    rest: tuple[Any, ...] = ()
+
+
+class Kernel(Protocol):
+    """The two sides of an executor whose log-sum-exp carries no gradient."""
+
+    def forward(self, inputs: Inputs, plan: Plan, /) -> Ran:
+        """Run the operator, recording no gradient."""
+
+    def backward(self, inputs: Inputs, plan: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted, /) -> Grads:
+        """Return the gradients for the `out` and `lse` in `ran`, where lse is +inf for rows with no key."""
+
+
+def run_with_sink(run: Run, inputs: Inputs, plan: Plan) -> Output:
+    """Run a kernel that knows no sink as if it knew `inputs.sink`.
+
+    Returns:
+        Output and log-sum-exp, both with the sink. Only the output carries a gradient.
+    """
+    sink = cast("Tensor", inputs.sink)
+    if plan.training:
+        mask = FULL if inputs.attn is not None else inputs.mask
+        tensors = (inputs.query, inputs.key, inputs.value, inputs.attn, sink)
+        return cast(
+            "Output",
+            _WithSink.apply(  # type: ignore[no-untyped-call]
+                _kernel(plan.backend),
+                plan,
+                mask,
+                inputs.scale,
+                inputs.dropout_p,
+                inputs.softcap,
+                inputs.alibi_slopes,
+                *tensors,
+            ),
+        )
+    out, lse = run(inputs, _with_lse(plan))
+    lse = cast("Tensor", lse)
+    out = shrunk(out, lse, sink)
+    return out, total(lse, sink) if plan.return_lse else None
+
+
+def shrunk(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Return `out`, whose memory is new, times the share that the keys keep.
+
+    In a row with no key the sink has everything; if it is -inf as well, the difference is NaN.
+    """
+    share = torch.sigmoid(lse - sink.to(lse.dtype)[:, None]).nan_to_num_(0.0)
+    return out.mul_(share[..., None])
+
+
+def total(lse: Tensor, sink: Tensor) -> Tensor:
+    """Return the log-sum-exp (batch, heads, seqlen_q) with the sink (heads) among the scores."""
+    return torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+
+
+@lru_cache(maxsize=32)
+def _kernel(backend: str) -> Kernel:
+    return cast("Kernel", import_module(f"attnroute.executors.{backend}"))
+
+
+@lru_cache(maxsize=64)
+def _with_lse(plan: Plan) -> Plan:
+    return replace(plan, return_lse=True)
+
+
+class _WithSink(torch.autograd.Function):
+    """A kernel's forward and backward around one sink per head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernel: Kernel,
+        plan: Plan,
+        mask: LoweredMask,
+        scale: float | None,
+        dropout_p: float,
+        softcap: float,
+        slopes: Tensor | None,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        sink = cast("Tensor", tensors[_TENSORS])
+        ran = kernel.forward(_inputs(mask, scale, dropout_p, softcap, slopes, tensors), plan)
+        out, lse = shrunk(ran.out, ran.lse, sink), total(ran.lse, sink)
+        ctx.settings = (kernel, plan, mask, scale, dropout_p, softcap, slopes)
+        # Tensors are saved as autograd wants it, so that checkpoints and offloading see them.
+        ctx.constants = tuple(None if isinstance(part, Tensor) else part for part in ran.rest)
+        saved = (part if isinstance(part, Tensor) else None for part in ran.rest)
+        ctx.save_for_backward(*tensors, out, lse, *saved)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        # A checkpoint recomputes what is saved when it is first read, and allows no second reading.
+        query, key, value, attn, sink, out, lse, *saved = ctx.saved_tensors
+        kernel, plan, mask, scale, dropout_p, softcap, slopes = ctx.settings
+        *wanted, sink_wanted = ctx.needs_input_grad[_SETTINGS:]
+        # What has no key weighs nothing: exp(-inf - inf) is 0 where exp(-inf + inf) is NaN.
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
+        rest = tuple(c if t is None else t for c, t in zip(ctx.constants, saved, strict=True))
+        inputs = _inputs(mask, scale, dropout_p, softcap, slopes, (query, key, value, attn))
+
+        def of_sample(grad: Tensor) -> tuple[Tensor | None, ...]:
+            grads: tuple[Tensor | None, ...] = (None,) * _TENSORS
+            if any(wanted):
+                grads = kernel.backward(inputs, plan, Ran(out, lse, rest), grad, tuple(wanted))
+            return *grads, sink_gradient(grad, out, lse, sink) if sink_wanted else None
+
+        return *(None,) * _SETTINGS, *in_turn(of_sample, grad_out)
+
+
+def _inputs(
+    mask: LoweredMask,
+    scale: float | None,
+    dropout_p: float,
+    softcap: float,
+    slopes: Tensor | None,
+    tensors: Any,
+) -> Inputs:
+    query, key, value, attn, *_ = tensors
+    return Inputs(
+        query,
+        key,
+        value,
+        mask,
+        attn=attn,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=slopes,
+        dropout_p=dropout_p,
+    )
+
+
+def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Sum in the wide dtype; the only large temporary is one widened output."""
+    product = out.to(lse.dtype, copy=True).mul_(grad_out).sum(-1)
+    share = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+    return product.mul_(share).sum((0, 2)).neg_().to(sink.dtype)

@@ -1,0 +1,1 @@
+"""The one form that every mask becomes before a kernel sees it."""

@@ -1,0 +1,198 @@
+"""Ragged batches as kernels take them: prefix sums, ids and diagonals, made without waiting for a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnroute.errors import argument_error
+from attnroute.masks.objects.checks import is_readable
+from attnroute.masks.tensors import remember, remember_pair
+
+if TYPE_CHECKING:
+    from attnroute.masks.lowered.form import PaddingSide
+    from attnroute.masks.objects.nodes import Extent
+    from attnroute.masks.objects.tokens import KeyPadding
+    from attnroute.vocabulary import Alignment
+
+
+class Tokens(NamedTuple):
+    """The sequences that the tokens of one tensor form.
+
+    Attributes:
+        sums: Int32 prefix sums (sequences + 1,), from 0 to the number of tokens.
+        ids: Int32 (1, tokens), the sequence of each token.
+    """
+
+    sums: Tensor
+    ids: Tensor
+
+
+class Rows(NamedTuple):
+    """Padded batch rows as sequences.
+
+    Attributes:
+        sums_q: Int32 prefix sums of the queries, (sequences + 1,).
+        sums_kv: Int32 prefix sums of the keys, (sequences + 1,).
+        used_kv: Int32 (sequences,), the keys of each sequence where they end before the next one starts.
+    """
+
+    sums_q: Tensor
+    sums_kv: Tensor
+    used_kv: Tensor | None = None
+
+
+def check_sums(name: str, sums: Tensor, total: int) -> None:
+    """Raise unless sums rise from 0 to a number of tokens; those on a device are not looked at."""
+    if torch.compiler.is_compiling() or not is_readable(sums):
+        return
+    values = sums.tolist()
+    if values != sorted(values) or (values[0], values[-1]) != (0, total):
+        required = f"prefix sums that rise from 0 to the {total} tokens there are"
+        raise argument_error(name, required, values, "pass 0 and then the end of each sequence")
+
+
+def check_longest(name: str, bound: int | None, sums: Tensor) -> None:
+    """Raise where a sequence of sums on the CPU is longer than a bound that was given."""
+    if bound is None or torch.compiler.is_compiling() or not is_readable(sums):
+        return
+    longest = int(sums.diff().max())
+    if bound < longest:
+        to_do = "correct it, or leave it out"
+        raise argument_error(name, f"at least the longest sequence ({longest})", bound, to_do)
+
+
+def tokens(name: str, sums: Tensor, total: int, device: Any) -> Tokens:
+    """Return the sequences that prefix sums say, made once per tensor.
+
+    Args:
+        name: What an error calls the tensor.
+        sums: Integer tensor (sequences + 1,).
+        total: How many tokens there are.
+        device: Where the results lie.
+
+    Raises:
+        ArgumentError: Sums on the CPU do not rise from 0 to `total`.
+    """
+
+    def make() -> Tokens:
+        check_sums(name, sums, total)
+        covering = clamped(sums.to(device), total)
+        places = torch.arange(total, dtype=torch.int32, device=covering.device)
+        ids = torch.searchsorted(covering[1:], places, right=True, out_int32=True)
+        return Tokens(covering, ids[None])
+
+    return remember(sums, ("ragged", total, device), make)
+
+
+def clamped(sums: Tensor, total: int) -> Tensor:
+    """Return int32 prefix sums that cover all tokens and nothing else, whatever the values are.
+
+    A device is not waited for: there the first sequence starts with the first token and the last one ends
+    with the last, so that a kernel reads nothing behind them and writes every row.
+    """
+    covering = sums.to(torch.int64).clamp(0, total).cummax(0).values
+    # Written with fill_, because an assignment of numbers waits for a CUDA device.
+    covering[:1].fill_(0)
+    covering[-1:].fill_(total)
+    return covering.to(torch.int32)
+
+
+def diagonal(queries: Tokens, keys: Tokens, alignment: Alignment) -> Tensor:
+    """Return the key on each query's diagonal, int32 (total_q,), made once per pair of sums.
+
+    The diagonal of a sequence starts with its first query and key, or ends with its last ones.
+    """
+
+    def make() -> Tensor:
+        at = slice(1, None) if alignment == "bottom_right" else slice(None, -1)
+        shift = keys.sums[at] - queries.sums[at]
+        places = torch.arange(queries.ids.shape[1], dtype=torch.int32, device=shift.device)
+        return places + shift.index_select(0, queries.ids[0])
+
+    return remember_pair(queries.sums, keys.sums, ("diagonal", alignment), make)
+
+
+def key_counts(node: KeyPadding, extent: Extent) -> Tensor | None:
+    """Return how many keys each row has, int32 (batch,), made once per node; None where they are flags."""
+    given = node.lengths if node.left is None else node.left
+    if given is None:
+        return None
+
+    def make() -> Tensor:
+        # Eight bits cannot hold the bounds.
+        counts = torch.as_tensor(given, device=extent.device).to(torch.int64)
+        counts = counts.clamp(0, extent.seqlen_kv).to(torch.int32)
+        return counts if node.left is None else extent.seqlen_kv - counts
+
+    return remember(node, ("key_counts", extent.seqlen_kv, extent.device), make)
+
+
+def padded(counts: Tensor, side: PaddingSide, seqlen_q: int, seqlen_kv: int) -> Rows:
+    """Return padded rows as two sequences each, one of which has the padding and no query.
+
+    Every key lies in a sequence, so that a kernel writes its gradient. The diagonal of the sequence with the
+    queries ends with the row's last key if the padding is on the left.
+
+    Args:
+        counts: Int32 (batch,), the keys that exist.
+        side: Where the others are.
+        seqlen_q: Queries of a row.
+        seqlen_kv: Keys of a row, padding included.
+    """
+
+    def make() -> Rows:
+        first_q, first_kv = _firsts(counts, seqlen_q), _firsts(counts, seqlen_kv)
+        if side == "right":
+            between_q, between_kv = first_q + seqlen_q, first_kv + counts
+        else:
+            between_q, between_kv = first_q, first_kv + (seqlen_kv - counts)
+        ends_q = torch.stack([between_q, first_q + seqlen_q], 1)
+        ends_kv = torch.stack([between_kv, first_kv + seqlen_kv], 1)
+        return Rows(_from_zero(ends_q), _from_zero(ends_kv))
+
+    return remember(counts, ("padded", side, seqlen_q, seqlen_kv), make)
+
+
+def padded_single(counts: Tensor, side: PaddingSide, seqlen_kv: int) -> Rows:
+    """Return padded rows of one query as one sequence each, for kernels that may leave keys out.
+
+    A kernel may then treat the query heads that share a key head as queries, which takes exactly one query
+    per sequence. Gradients of the keys that are left out are not written.
+    """
+
+    def make() -> Rows:
+        first = _firsts(counts, seqlen_kv)
+        last = first + seqlen_kv
+        starts = first if side == "right" else last - counts
+        singles = torch.arange(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
+        return Rows(singles, torch.cat([starts, last[-1:]]), counts)
+
+    return remember(counts, ("padded_single", side, seqlen_kv), make)
+
+
+def repeated(sums: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Return prefix sums of rows that all have the same sequences, which then follow each other."""
+    if batch == 1:
+        return sums
+
+    def make() -> Tensor:
+        rows = torch.arange(batch, dtype=sums.dtype, device=sums.device)[:, None] * seqlen
+        return _from_zero(sums[1:] + rows)
+
+    return remember(sums, ("repeated", batch, seqlen), make)
+
+
+def whole_rows(batch: int, seqlen: int, device: torch.device) -> Tensor:
+    """Return prefix sums of rows that are one sequence each, int32 (batch + 1,)."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
+
+
+def _firsts(counts: Tensor, seqlen: int) -> Tensor:
+    return torch.arange(counts.shape[0], dtype=torch.int32, device=counts.device) * seqlen
+
+
+def _from_zero(ends: Tensor) -> Tensor:
+    return torch.cat([ends.new_zeros(1), ends.flatten()])

@@ -1,0 +1,1 @@
+"""The masks that users build, without torch."""

@@ -1,0 +1,181 @@
+"""Masks that say anything: a dense tensor, a predicate, blocks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from attnroute.masks.lowered.form import LoweredMask, MaskFunction
+from attnroute.masks.lowered.meet import meet
+from attnroute.masks.objects import checks
+from attnroute.masks.objects.bands import Causal
+from attnroute.masks.objects.captures import captured_tensors
+from attnroute.masks.objects.nodes import Extent, Mask
+from attnroute.question.call import FunctionNode, MaskNode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    """A bool tensor, True = attend, that broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv).
+
+    Raises:
+        ArgumentError: It is no bool tensor.
+    """
+
+    _shown: ClassVar[tuple[str, ...]] = ("tensor",)
+
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        """Check the type; the shape is checked against a call."""
+        checks.bools("mask Dense", self.tensor, "pass a float tensor as bias")
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensor."""
+        return (self.tensor,)
+
+    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
+        """Return the dense node without looking into the tensor."""
+        from attnroute.masks.recognition.look import dense_node
+
+        return (dense_node(self.tensor, extent, look=False),)
+
+    def key(self) -> object:
+        """Return what the description depends on."""
+        from attnroute.masks.tensors import tensor_key
+
+        return ("dense", *tensor_key(self.tensor))
+
+    def check(self, extent: Extent) -> None:
+        """The tensor must be bool and broadcast."""
+        from attnroute.masks.tensors import check_dense
+
+        check_dense("mask", self.tensor, extent)
+
+    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
+        """Add the tensor."""
+        from attnroute.masks.tensors import as_4d
+
+        return into if extent.is_empty else meet(into, LoweredMask(dense=as_4d(self.tensor)))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Function(Mask):
+    """A predicate over indices, as FlexAttention's mask_mod.
+
+    Args:
+        mask_mod: ``(batch, head, query index, key index) -> bool``, written with torch operators over 0-D
+            integer tensors. Tensors that it reads may change between calls, and get no gradient; numbers and
+            other values that it reads are taken to stay.
+        per_batch: False states that it does not read the batch index, which saves work.
+        per_head: False states that it does not read the head index.
+
+    Raises:
+        ArgumentError: It cannot be called.
+    """
+
+    _shown: ClassVar[tuple[str, ...]] = ("mask_mod",)
+
+    mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    per_batch: bool = True
+    per_head: bool = True
+
+    def __post_init__(self) -> None:
+        """It must be callable."""
+        checks.function("mask Function", self.mask_mod)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that it reads, as far as its code names them."""
+        return captured_tensors(self.mask_mod)
+
+    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
+        """Return the function node."""
+        return (FunctionNode(per_batch=self.per_batch, per_head=self.per_head),)
+
+    def key(self) -> object:
+        """Return what the description depends on."""
+        return ("function", self.per_batch, self.per_head)
+
+    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
+        """Add the predicate."""
+        if extent.is_empty:
+            return into
+        function = MaskFunction(self.mask_mod, self.per_batch, self.per_head)
+        return replace(into, functions=(*into.functions, function))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Blocks(Mask):
+    """A BlockMask of torch's FlexAttention; `attention()` also takes the BlockMask itself.
+
+    Args:
+        block_mask: It allows what its full blocks hold and what its mask_mod allows in its partial blocks.
+
+    Raises:
+        ArgumentError: It is no BlockMask.
+    """
+
+    _shown: ClassVar[tuple[str, ...]] = ("block_mask",)
+
+    block_mask: BlockMask
+
+    def __post_init__(self) -> None:
+        """Check the type; the lengths are checked against a call."""
+        checks.blocks(self.block_mask)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the blocks, and those that the mask_mod reads."""
+        blocks = tuple(t for t in vars(self.block_mask).values() if checks.is_tensor(t))
+        return (*blocks, *captured_tensors(self.block_mask.mask_mod))
+
+    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
+        """Return the function node with the lengths that the blocks were made for."""
+        batch, heads = self.block_mask.shape[:2]
+        lengths = checks.block_lengths(self.block_mask)
+        return (FunctionNode(block_mask_shape=lengths, per_batch=batch > 1, per_head=heads > 1),)
+
+    def key(self) -> object:
+        """Return what the description depends on."""
+        device = self.block_mask.kv_num_blocks.device
+        return ("blocks", tuple(self.block_mask.shape), checks.block_lengths(self.block_mask), device)
+
+    def check(self, extent: Extent) -> None:
+        """The blocks must have been made for these lengths."""
+        checks.block_mask(self.block_mask, extent)
+
+    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
+        """Add the blocks."""
+        return into if extent.is_empty else replace(into, sparse=(*into.sparse, self.block_mask))
+
+    def __repr__(self) -> str:
+        """Name the shape, not the blocks."""
+        return f"Blocks(BlockMask {tuple(self.block_mask.shape)})"
+
+
+def from_torch(mask: object) -> Mask | None:
+    """Return the mask object that says the same as one of torch's own, None for anything else.
+
+    Args:
+        mask: A BlockMask of ``torch.nn.attention.flex_attention`` becomes `Blocks`; a CausalBias of
+            ``torch.nn.attention.bias`` becomes `Causal` of the same corner. The lengths that a CausalBias was
+            made for are left to the caller to compare.
+    """
+    # What is an instance of a class of a module comes from that module being loaded.
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    if flex is not None and isinstance(mask, flex.BlockMask):
+        return Blocks(mask)
+    bias = sys.modules.get("torch.nn.attention.bias")
+    if bias is not None and isinstance(mask, bias.CausalBias):
+        lower_right = mask.variant == bias.CausalVariant.LOWER_RIGHT
+        return Causal("bottom_right" if lower_right else "top_left")
+    return None

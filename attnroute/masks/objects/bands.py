@@ -1,0 +1,167 @@
+"""Masks around the diagonal: causal, sliding window, prefix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from attnroute.errors import argument_error
+from attnroute.masks.lowered.form import FULL, LoweredMask
+from attnroute.masks.lowered.meet import meet, narrowed
+from attnroute.masks.objects import checks
+from attnroute.masks.objects.nodes import Extent, Lengths, Mask, prepared, sizes_of
+from attnroute.question.call import CausalNode, MaskNode, PrefixNode, WindowNode
+from attnroute.question.normalize import prefix_as
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnroute.vocabulary import Alignment
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Causal(Mask):
+    """Query i may attend key j only if j <= i + offset.
+
+    Args:
+        alignment: "top_left" (offset 0, as scaled_dot_product_attention) or "bottom_right" (offset seqlen_kv
+            - seqlen_q, as flash-attn; what cached decoding means).
+
+    Raises:
+        ArgumentError: The alignment is another word.
+    """
+
+    alignment: Alignment = "top_left"
+
+    def __post_init__(self) -> None:
+        """Check the alignment."""
+        checks.alignment(self.alignment)
+
+    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
+        """Return the causal node."""
+        return (CausalNode(alignment=self.alignment),)
+
+    def key(self) -> object:
+        """Return what the description depends on."""
+        return ("causal", self.alignment)
+
+    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
+        """Close the band above the diagonal."""
+        checks.one_diagonal("Causal", into)
+        return narrowed(into, None, _offset(self.alignment, extent))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Window(Mask):
+    """A sliding window: query i may attend key j only if i + offset - left <= j <= i + offset + right.
+
+    Both counts leave out the key on the diagonal. A configuration that says ``sliding_window = W`` counts it,
+    so it means ``left = W - 1``: `Window(4095)` for ``sliding_window = 4096``.
+
+    Args:
+        left: How many keys before the diagonal may be attended; None = all.
+        right: How many keys after the diagonal; None = all. 0 makes the window causal.
+        alignment: Where the diagonal starts, as in `Causal`, which also says what offset is.
+
+    Raises:
+        ArgumentError: A count is no integer of at least 0, or the alignment is another word.
+    """
+
+    _shown: ClassVar[tuple[str, ...]] = ("left", "right")
+
+    left: int | None
+    right: int | None = 0
+    alignment: Alignment = "top_left"
+
+    def __post_init__(self) -> None:
+        """Check the counts and the alignment."""
+        for name, value in (("left", self.left), ("right", self.right)):
+            if value is not None and not checks.is_count(value):
+                required, to_do = (
+                    "a count of at least 0, or None for no limit",
+                    "pass None to leave that side open",
+                )
+                raise argument_error(f"Window {name}", required, repr(value), to_do)
+        checks.alignment(self.alignment)
+
+    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
+        """Return the window node."""
+        return (WindowNode(left=self.left, right=self.right, alignment=self.alignment),)
+
+    def key(self) -> object:
+        """Return what the description depends on."""
+        return ("window", self.left, self.right, self.alignment)
+
+    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
+        """Narrow the band from both sides."""
+        checks.one_diagonal("Window", into)
+        offset = _offset(self.alignment, extent)
+        low = None if self.left is None else offset - self.left
+        high = None if self.right is None else offset + self.right
+        return narrowed(into, low, high)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefixLM(Mask):
+    """Causal, except that every query may attend the first keys of its batch row.
+
+    Args:
+        lengths: Keys of the prefix per batch row: ints or an integer tensor (batch,).
+        alignment: Where the diagonal of the causal rest starts, as in `Causal`.
+
+    Raises:
+        ArgumentError: The lengths are no counts, or the alignment is another word.
+    """
+
+    _shown: ClassVar[tuple[str, ...]] = ("lengths",)
+
+    lengths: Lengths
+    alignment: Alignment = "top_left"
+
+    def __post_init__(self) -> None:
+        """Check the counts and the alignment, and freeze a Python sequence."""
+        checks.alignment(self.alignment)
+        if checks.is_tensor(self.lengths):
+            checks.integers("PrefixLM lengths", self.lengths, (1,))
+        else:
+            object.__setattr__(self, "lengths", checks.counts("PrefixLM lengths", self.lengths))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The counts, where they are a tensor."""
+        return (self.lengths,) if checks.is_tensor(self.lengths) else ()
+
+    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
+        """Return the prefix node; counts only where no device needs to be asked."""
+        return (self._node(),)
+
+    def _node(self) -> PrefixNode:
+        known = self.lengths if isinstance(self.lengths, tuple) else None
+        return PrefixNode(lengths=known, alignment=self.alignment)
+
+    def key(self) -> object:
+        """Return what the description depends on."""
+        known = ("shape", *self.lengths.shape) if checks.is_tensor(self.lengths) else self.lengths
+        return ("prefix", known, self.alignment)
+
+    def check(self, extent: Extent) -> None:
+        """There must be one entry per batch row."""
+        checks.key_padding({"lengths": self.lengths}, None, extent, node="PrefixLM")
+
+    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
+        """Add a disjunction of causal and the prefix keys; causal alone where the prefix adds nothing."""
+        checks.one_diagonal("PrefixLM", into)
+        return meet(into, prepared(self, extent, lambda: self._lowered(extent)))
+
+    def _lowered(self, extent: Extent) -> LoweredMask:
+        from attnroute.masks.tensors import prefix_keep
+
+        said = prefix_as(self._node(), sizes_of(extent))
+        causal = LoweredMask(band_hi=_offset(self.alignment, extent))
+        if not said or isinstance(said[0], CausalNode):
+            return causal if said else FULL
+        return LoweredMask(either=((causal, LoweredMask(key_keep=prefix_keep(self, extent))),))
+
+
+def _offset(alignment: str, extent: Extent) -> int:
+    return extent.seqlen_kv - extent.seqlen_q if alignment == "bottom_right" else 0

@@ -1,0 +1,199 @@
+"""Masks that tokens carry: packed documents, key padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from attnroute.errors import argument_error
+from attnroute.masks.lowered.form import FULL, LoweredMask
+from attnroute.masks.lowered.meet import meet
+from attnroute.masks.objects import checks
+from attnroute.masks.objects.nodes import Extent, Lengths, Mask, allows_all, prepared
+from attnroute.question.call import DocumentsNode, KeyPaddingNode, MaskNode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnroute.masks.lowered.form import PaddingSide
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Documents(Mask):
+    """Packed documents: a query attends only keys of its own document.
+
+    Args:
+        lengths: Document lengths as Python ints, the same in every batch row; they sum to the sequence
+            length.
+        ids: Integer tensor (seqlen,) or (batch, seqlen): equal ids are one document.
+        cu_seqlens: Integer tensor (documents + 1,), prefix sums starting with 0 and ending with the
+            sequence length, the same in every batch row.
+        position_ids: Integer tensor (seqlen,) or (batch, seqlen): a document starts where a position is not
+            the one before it plus one. Where there is one row for all, its bounds are read, which waits for
+            the device once per tensor and version; never while torch compiles or a CUDA graph is captured.
+
+    Raises:
+        ArgumentError: None or several of the four are given, or one is no integer tensor of such a shape.
+    """
+
+    lengths: tuple[int, ...] | None = None
+    ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    position_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Check that exactly one form is given."""
+        forms = ("lengths", "ids", "cu_seqlens", "position_ids")
+        given = [n for n in forms if getattr(self, n) is not None]
+        if len(given) != 1:
+            required = "exactly one of lengths, ids, cu_seqlens and position_ids"
+            raise argument_error("Documents", required, given or "none", "pass one of them")
+        if self.lengths is not None:
+            object.__setattr__(self, "lengths", checks.counts("Documents lengths", self.lengths))
+        for name, dims in (("ids", (1, 2)), ("cu_seqlens", (1,)), ("position_ids", (1, 2))):
+            value = getattr(self, name)
+            if value is not None:
+                checks.integers(f"Documents {name}", value, dims)
+        if self.cu_seqlens is not None:
+            checks.at_least_two("Documents cu_seqlens", self.cu_seqlens)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensor that says the documents, if one does."""
+        return tuple(t for t in (self.ids, self.cu_seqlens, self.position_ids) if t is not None)
+
+    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
+        """Return the documents node; lengths only where no device needs to be asked."""
+        return (DocumentsNode(lengths=self.lengths, contiguous=self._has_bounds()),)
+
+    def _has_bounds(self) -> bool:
+        """Whether `lower` will know where documents end, as kernels for ragged batches must."""
+        if self.position_ids is None:
+            return self.ids is None
+        from attnroute.masks.lowered.positions import is_readable
+
+        return is_readable(self.position_ids)
+
+    def key(self) -> object:
+        """Return what the description depends on."""
+        forms = (self.ids, self.cu_seqlens, self.position_ids)
+        shapes = [None if form is None else tuple(form.shape) for form in forms]
+        return ("documents", self.lengths, *shapes, self._has_bounds())
+
+    def check(self, extent: Extent) -> None:
+        """Documents need as many queries as keys, and lengths that fill them."""
+        per_token = {"ids": self.ids, "position_ids": self.position_ids}
+        checks.documents(self.lengths, per_token, extent)
+        if self.cu_seqlens is not None and checks.is_readable(self.cu_seqlens):
+            checks.prefix_sums(self.cu_seqlens, extent.seqlen_kv)
+
+    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
+        """Add one id per token, and the bounds where they are known."""
+        if self.position_ids is not None:
+            from attnroute.masks.lowered.positions import lowered
+
+            return into if extent.is_empty else meet(into, lowered(self.position_ids, extent))
+        return meet(into, prepared(self, extent, lambda: self._lowered(extent)))
+
+    def _lowered(self, extent: Extent) -> LoweredMask:
+        from attnroute.masks.tensors import cu_seqlens, document_ids
+
+        if allows_all(self, extent):
+            return FULL
+        ids, bounds = document_ids(self, extent), self._bounds()
+        longest = max((stop - start for start, stop in pairwise(bounds or ())), default=0)
+        return LoweredMask(
+            document_ids_q=ids,
+            document_ids_kv=ids,
+            document_bounds=bounds,
+            cu_seqlens=cu_seqlens(self, extent),
+            max_seqlen=extent.seqlen_kv if bounds is None else longest,
+        )
+
+    def _bounds(self) -> tuple[int, ...] | None:
+        """Return where documents start and end, as far as no device needs to be asked."""
+        if self.lengths is not None:
+            return tuple(accumulate(self.lengths, initial=0))
+        if self.cu_seqlens is None or not checks.is_readable(self.cu_seqlens):
+            return None
+        return tuple(self.cu_seqlens.tolist())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KeyPadding(Mask):
+    """Per batch row, only some keys exist.
+
+    Args:
+        lengths: Keys that exist, counted from the start (padding on the right): ints or an integer tensor
+            (batch,).
+        left: Padding keys at the start (padding on the left): ints or an integer tensor (batch,).
+        keep: Bool tensor (batch, seqlen_kv), True where the key exists.
+        finite: What is left out holds no NaN and no infinity, as padded embeddings do. Kernels multiply left
+            out values with a weight of zero, and zero times NaN is NaN; so unless this is stated, key and
+            value are copied with zeros there for kernels that read them.
+
+    Raises:
+        ArgumentError: None or several of the three are given, or one is no such counts or tensor.
+    """
+
+    lengths: Lengths | None = None
+    left: Lengths | None = None
+    keep: Tensor | None = None
+    finite: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that exactly one form is given, and freeze Python sequences."""
+        if not isinstance(self.finite, bool):
+            raise argument_error("KeyPadding finite", "True or False", repr(self.finite), "pass one of them")
+        given = [n for n in ("lengths", "left", "keep") if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise argument_error(
+                "KeyPadding", "exactly one of lengths, left and keep", given or "none", "pass one of them"
+            )
+        for name in ("lengths", "left"):
+            value = getattr(self, name)
+            if checks.is_tensor(value):
+                checks.integers(f"KeyPadding {name}", value, (1,))
+            elif value is not None:
+                object.__setattr__(self, name, checks.counts(f"KeyPadding {name}", value))
+        if self.keep is not None:
+            checks.bools("KeyPadding keep", self.keep, "convert it with .bool()")
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The counts or flags, where they are tensors."""
+        return tuple(t for t in (self.lengths, self.left, self.keep) if checks.is_tensor(t))
+
+    def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
+        """Return the key padding node; counts only where no device needs to be asked."""
+        if isinstance(self.lengths, tuple):
+            return (KeyPaddingNode(lengths=self.lengths, side="right", finite=self.finite),)
+        if isinstance(self.left, tuple):
+            kept = tuple(max(extent.seqlen_kv - n, 0) for n in self.left)
+            return (KeyPaddingNode(lengths=kept, side="left", finite=self.finite),)
+        side = "right" if self.lengths is not None else "left" if self.left is not None else "any"
+        return (KeyPaddingNode(side=side, finite=self.finite),)  # type: ignore[arg-type]
+
+    def key(self) -> object:
+        """Return what the description depends on."""
+        parts = (self.finite, self.lengths, self.left, self.keep)
+        return ("key_padding", *(("shape", *p.shape) if checks.is_tensor(p) else p for p in parts))
+
+    def check(self, extent: Extent) -> None:
+        """There must be one entry per batch row, and a key count no larger than seqlen_kv."""
+        checks.key_padding({"lengths": self.lengths, "left": self.left}, self.keep, extent)
+
+    def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
+        """Add which keys exist, and how many where they lie side by side."""
+        return meet(into, prepared(self, extent, lambda: self._lowered(extent)))
+
+    def _lowered(self, extent: Extent) -> LoweredMask:
+        from attnroute.masks.lowered.sequences import key_counts
+        from attnroute.masks.tensors import key_keep
+
+        if allows_all(self, extent):
+            return FULL
+        counts = key_counts(self, extent)
+        side: PaddingSide | None = None if counts is None else "right" if self.left is None else "left"
+        return LoweredMask(key_keep=key_keep(self, extent), key_counts=counts, padding_side=side)

@@ -1,0 +1,1 @@
+"""Dense masks that say the same as a structured one."""

@@ -1,0 +1,250 @@
+"""Simplify the mask of a `Call` without changing who may attend.
+
+A node that rules nothing out at these lengths is dropped, so that a kernel without that feature stays
+eligible: `Causal("bottom_right")` with one query row is no mask at all, `Window(left=4095)` over 2048
+keys is none either.
+
+What executors get is lowered from the mask objects, not from the nodes here. Both sides simplify with the
+same functions (`conjunction`, `prefix_as`, `alive`), so that a kernel never meets more than the decision was
+told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from attnroute.question.call import (
+    AnyNode,
+    Call,
+    CausalNode,
+    DenseNode,
+    DocumentsNode,
+    FunctionNode,
+    KeyPaddingNode,
+    MaskNode,
+    NotNode,
+    PrefixNode,
+    WindowNode,
+)
+
+Nodes = tuple[MaskNode, ...]
+NOBODY = NotNode(part=())
+"""Nobody may attend anything."""
+
+
+class Sizes(NamedTuple):
+    """What simplifying depends on.
+
+    Attributes:
+        batch: Batch size.
+        seqlen_q: Query length.
+        seqlen_kv: Key length.
+        static: The lengths do not vary.
+        cross: Bands have a diagonal in each document instead of one.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_kv: int
+    static: bool = True
+    cross: bool = False
+
+    @property
+    def is_square(self) -> bool:
+        """Both corners are one."""
+        return self.static and self.seqlen_q == self.seqlen_kv and not self.cross
+
+    @property
+    def is_empty(self) -> bool:
+        """There is no pair of a query and a key."""
+        return self.static and 0 in (self.seqlen_q, self.seqlen_kv)
+
+
+def normalize(call: Call) -> Call:
+    """Return the call with trivially true nodes dropped and alignments of square calls unified."""
+    nodes = conjunction(call.mask, _sizes(call))
+    return call if nodes == call.mask else call.with_(mask=nodes)
+
+
+def recognized(call: Call) -> Call | None:
+    """Return the call with recognised dense nodes replaced by what they say, or None if there are none.
+
+    Tensors inside a disjunction or a negation stay what they are: nobody looks into them.
+    """
+    if not any(isinstance(n, DenseNode) and n.recognized is not None for n in call.mask):
+        return None
+    nodes: list[MaskNode] = []
+    for node in call.mask:
+        if isinstance(node, DenseNode) and node.recognized is not None:
+            # A tensor is taken as stock takes it: what it leaves out reaches the output where it is NaN.
+            nodes.extend(_finite(n) if isinstance(n, KeyPaddingNode) else n for n in node.recognized)
+        else:
+            nodes.append(node)
+    return normalize(call.with_(mask=tuple(nodes)))
+
+
+def _finite(node: KeyPaddingNode) -> KeyPaddingNode:
+    return node.model_copy(update={"finite": True})
+
+
+def conjunction(nodes: Nodes, sizes: Sizes) -> Nodes:
+    """Return the nodes that all must allow, simplified and each said once; none where there is no pair."""
+    if sizes.is_empty:
+        return ()
+    sizes = sizes._replace(cross=_is_cross(nodes))
+    simple: list[MaskNode] = []
+    for node in nodes:
+        for part in _simplified(node, sizes):
+            if part not in simple or not _says_all(part):
+                simple.append(part)
+    return tuple(simple)
+
+
+def alive(parts: Sequence[Nodes], sizes: Sizes) -> list[tuple[int, Nodes]] | None:
+    """Return which alternatives of a disjunction matter, each with its place and simplified.
+
+    Returns:
+        None where the disjunction rules nothing out, because one alternative allows everything.
+    """
+    if sizes.is_empty:
+        return None
+    found: list[tuple[int, Nodes]] = []
+    for place, part in enumerate(parts):
+        simple = conjunction(part, sizes)
+        if not simple:
+            return None
+        repeated = all(map(_says_all, simple)) and any(simple == other for _, other in found)
+        if not repeated and not any(map(_is_nobody, simple)):
+            found.append((place, simple))
+    return found
+
+
+def prefix_as(node: PrefixNode, sizes: Sizes) -> Nodes:
+    """Return a prefix node, or what it is at these lengths: nothing, or causal."""
+    if sizes.is_empty or sizes.cross:
+        return () if sizes.is_empty else (node,)
+    causal = _causal(CausalNode(alignment=node.alignment), sizes)
+    if not causal:
+        return ()
+    if sizes.is_square:
+        node = node.model_copy(update={"alignment": "top_left"})
+    if not node.lengths:
+        return (node,)
+    if sizes.static and min(node.lengths) >= sizes.seqlen_kv:
+        return ()
+    # The first query sees one key more than the offset of its diagonal: a prefix within is seen anyway.
+    seen = 1
+    if node.alignment == "bottom_right":
+        seen = max(0, sizes.seqlen_kv - sizes.seqlen_q + 1) if sizes.static else 0
+    return causal if max(node.lengths) <= seen else (node,)
+
+
+def _sizes(call: Call) -> Sizes:
+    varies = {"seqlen_q", "seqlen_kv"} & set(call.context.dynamic)
+    return Sizes(call.batch, call.seqlen_q, call.seqlen_kv, static=not varies)
+
+
+def _simplified(node: MaskNode, sizes: Sizes) -> Nodes:
+    if isinstance(node, CausalNode):
+        return _causal(node, sizes)
+    if isinstance(node, WindowNode):
+        return _window(node, sizes)
+    if isinstance(node, DocumentsNode):
+        return _documents(node)
+    if isinstance(node, KeyPaddingNode):
+        return _key_padding(node, sizes)
+    if isinstance(node, PrefixNode):
+        return prefix_as(node, sizes)
+    if isinstance(node, AnyNode):
+        return _any(node, sizes)
+    return _not(node, sizes) if isinstance(node, NotNode) else (node,)
+
+
+def _causal(node: CausalNode, sizes: Sizes) -> Nodes:
+    if not sizes.static:
+        return (node,)
+    # Without a second key, or with nothing but the last query, there is nothing behind the diagonal.
+    far = sizes.seqlen_kv if node.alignment == "top_left" else sizes.seqlen_q
+    if far <= 1:
+        return ()
+    return (CausalNode(),) if sizes.is_square else (node,)
+
+
+def _window(node: WindowNode, sizes: Sizes) -> Nodes:
+    left, right, alignment = node.left, node.right, node.alignment
+    if sizes.static:
+        if sizes.is_square:
+            alignment = "top_left"
+        last_q, last_kv = sizes.seqlen_q - 1, sizes.seqlen_kv - 1
+        far_left, far_right = (last_q, last_kv) if alignment == "top_left" else (last_kv, last_q)
+        left = None if left is not None and left >= far_left else left
+        right = None if right is not None and right >= far_right else right
+    if left is None and right is None:
+        return ()
+    if left is None and right == 0:
+        return _causal(CausalNode(alignment=alignment), sizes)
+    return (WindowNode(left=left, right=right, alignment=alignment),)
+
+
+def _documents(node: DocumentsNode) -> Nodes:
+    if node.lengths is None or node.cross:
+        return (node,)
+    lengths = tuple(n for n in node.lengths if n)
+    return (node.model_copy(update={"lengths": lengths}),) if len(lengths) > 1 else ()
+
+
+def _key_padding(node: KeyPaddingNode, sizes: Sizes) -> Nodes:
+    if not sizes.static or not node.lengths:
+        return (node,)
+    return () if min(node.lengths) >= sizes.seqlen_kv else (node,)
+
+
+def _any(node: AnyNode, sizes: Sizes) -> Nodes:
+    found = alive(node.parts, sizes)
+    if found is None:
+        return ()
+    if not found:
+        return (NOBODY,)
+    if len(found) == 1 and not sizes.cross and not _is_cross(found[0][1]):
+        return found[0][1]
+    return (AnyNode(parts=tuple(part for _, part in found)),)
+
+
+def _not(node: NotNode, sizes: Sizes) -> Nodes:
+    if len(node.part) == 1 and isinstance(node.part[0], NotNode):
+        # The part is not simplified beside what it negates: that would double the work at every level.
+        inner = conjunction(node.part[0].part, sizes)
+        return (node,) if sizes.cross or _is_cross(inner) else inner
+    part = conjunction(node.part, sizes)
+    if any(map(_is_nobody, part)):
+        return ()
+    # Only what was written as a negation of a negation is undone, because that is what `Not.lower` undoes.
+    return (node,) if len(part) == 1 and isinstance(part[0], NotNode) else (NotNode(part=part),)
+
+
+def _is_cross(nodes: Nodes) -> bool:
+    """Beside documents with diagonals of their own, a band that comes from elsewhere would become theirs."""
+    return any(isinstance(n, DocumentsNode) and n.cross for n in nodes)
+
+
+def _is_nobody(node: MaskNode) -> bool:
+    """Return whether a simplified node forbids everything."""
+    if isinstance(node, KeyPaddingNode):
+        return bool(node.lengths) and not any(node.lengths or ())
+    return node == NOBODY
+
+
+def _says_all(node: MaskNode) -> bool:
+    """Return whether equal nodes are equal masks: not where only the device knows what they say."""
+    if isinstance(node, DocumentsNode):
+        return node.lengths is not None and node.contiguous
+    if isinstance(node, KeyPaddingNode):
+        return node.lengths is not None and node.side != "any"
+    if isinstance(node, PrefixNode):
+        return node.lengths is not None
+    if isinstance(node, AnyNode):
+        return all(_says_all(inner) for part in node.parts for inner in part)
+    if isinstance(node, NotNode):
+        return all(map(_says_all, node.part))
+    return not isinstance(node, DenseNode | FunctionNode)

@@ -1,0 +1,94 @@
+"""What the user wants, as plain data: the engine reads this, never the environment.
+
+Settings come from the call, from `override()`, from the environment, in that precedence; `merge` puts one
+over another. A ban holds against all.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from attnroute.question.plain import Plain
+
+QUADRATIC_LIMIT_BYTES = 256 * 2**20
+"""Scores above this size are never computed by the slow tier without a warning that names them."""
+
+
+class Policy(Plain):
+    """Wishes and limits for a decision.
+
+    Attributes:
+        require: The only backend that may run.
+        prefer: Backends to try first, in this order.
+        allow: If not None, the only backends that may run, in this order.
+        ban: Backends that may not run, whoever asks.
+        strict: No slow tier, no reroute, no unknown backend.
+        allow_unknown: A backend that no row speaks about may be chosen.
+        recognize: Look into dense masks.
+        quadratic_limit_bytes: Above this the slow tier warns.
+        tables: Overlay folder; a relative path is one of the directory in which the policy was made.
+        transform: "double_backward" when the caller will differentiate twice, which no tensor shows.
+        failed: Backends whose kernel was refused before its launch for calls like this one in this process,
+            each with what it said.
+        origin: Where each setting came from, for the explanation: `{"ban": "ATTNROUTE_BACKENDS"}`.
+    """
+
+    require: str | None = None
+    prefer: tuple[str, ...] = ()
+    allow: tuple[str, ...] | None = None
+    ban: tuple[str, ...] = ()
+    strict: bool = False
+    allow_unknown: bool = False
+    recognize: bool = True
+    quadratic_limit_bytes: int = QUADRATIC_LIMIT_BYTES
+    tables: Annotated[Path, AfterValidator(Path.absolute)] | None = None
+    transform: str | None = None
+    failed: tuple[tuple[str, str], ...] = ()
+    origin: dict[str, str] = Field(default_factory=dict)
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """The settings that change a decision, as one hashable value made once."""
+        return (
+            self.require,
+            self.prefer,
+            self.allow,
+            self.ban,
+            self.strict,
+            self.allow_unknown,
+            self.recognize,
+            self.quadratic_limit_bytes,
+            self.tables,
+            self.transform,
+            self.failed,
+        )
+
+    def __hash__(self) -> int:
+        """Hash by the settings that change a decision."""
+        return hash(self.key)
+
+    def origin_of(self, setting: str) -> str:
+        """Return who set something, "the default" when nobody did."""
+        return self.origin.get(setting, "the default")
+
+
+def merge(below: Policy, above: Policy) -> Policy:
+    """Put one policy over another: what `above` states wins, bans add up."""
+    stated = above.model_fields_set - {"origin", "ban"}
+    changes = {name: getattr(above, name) for name in stated}
+    changes["ban"] = tuple(dict.fromkeys((*below.ban, *above.ban)))
+    bans = dict.fromkeys(p.origin["ban"] for p in (below, above) if "ban" in p.origin)
+    changes["origin"] = {**below.origin, **above.origin, **({"ban": " and ".join(bans)} if bans else {})}
+    if "require" in stated and above.require is not None:
+        # Who requires a backend here and now is not bound by an order given further away.
+        changes.setdefault("allow", None)
+        changes.setdefault("prefer", ())
+    elif below.require is not None and above.allow is not None and below.require not in above.allow:
+        changes["require"] = None
+    # A copy would take the remembered key of the policy below along.
+    kept = {name: getattr(below, name) for name in Policy.model_fields}
+    return Policy.model_validate({**kept, **changes})

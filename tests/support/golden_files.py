@@ -1,0 +1,24 @@
+"""Texts that are compared with a file of `tests/golden`.
+
+After an intended change run the failing tests once with GOLDEN_UPDATE=1 in the environment: each writes its
+file anew and fails, so that nobody takes such a run for a pass; then read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "golden"
+
+
+def check(name, text):
+    """Fail unless the text is what `tests/golden/<name>.txt` holds."""
+    path = FOLDER / f"{name}.txt"
+    if os.environ.get("GOLDEN_UPDATE"):
+        path.write_text(text, encoding="utf-8")
+        pytest.fail(f"{path.name} was written anew; read the difference, then run without GOLDEN_UPDATE.")
+    assert path.is_file(), f"{path.name} is missing; {__doc__}"
+    assert text == path.read_text(encoding="utf-8"), __doc__
