@@ -24,6 +24,11 @@ _MODULES = {
 """Backend to its module; every other one stands in `packages` under its own name."""
 
 
+def name_of(backend: str) -> str:
+    """Return the name of the module that runs a backend."""
+    return f"attnroute.executors.{_MODULES.get(backend, f'packages.{backend}')}"
+
+
 def executor(backend: str) -> Run:
     """Return the `run` of a backend's module.
 
@@ -43,7 +48,7 @@ def executor(backend: str) -> Run:
 
 @lru_cache(maxsize=32)
 def _imported(backend: str) -> Run:
-    name = f"attnroute.executors.{_MODULES.get(backend, f'packages.{backend}')}"
+    name = name_of(backend)
     try:
         return cast("Run", import_module(name).run)
     except ModuleNotFoundError as error:

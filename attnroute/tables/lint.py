@@ -238,7 +238,7 @@ def _stock(tables: Tables) -> Iterator[Problem]:
 
 def _has_run(text: str) -> bool:
     """Some define it, others take it from an object that they make."""
-    return "\ndef run(" in text or "\nrun, forward, backward = " in text
+    return "\ndef run(inputs: Inputs, plan: Plan) -> Output" in text or "\nrun, forward, backward = " in text
 
 
 def _executors(tables: Tables) -> Iterator[Problem]:

@@ -253,7 +253,7 @@ def test_every_backend_with_packages_of_its_own_is_checked_by_one_that_it_needs(
 @pytest.mark.parametrize("backend", sorted(LIBRARIES.keys() - {"flex_fa4"}))
 def test_what_is_checked_is_what_the_executor_imports(backend):
     # flex_fa4 leaves the import to torch.
-    path = Path(attnroute.executors.__path__[0]) / f"{backend}.py"
+    path = Path(attnroute.executors.__path__[0]) / "packages" / f"{backend}.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert {library.module for library in LIBRARIES[backend]} <= words

@@ -270,7 +270,9 @@ def test_a_backend_without_an_executor(broken, monkeypatch, tmp_path):
 def test_an_executor_without_a_table(broken, monkeypatch, tmp_path):
     modules = tmp_path / "executors"
     shutil.copytree(lint_module.EXECUTORS, modules, ignore=shutil.ignore_patterns("__pycache__"))
-    (modules / "extra.py").write_text("\ndef run(inputs, plan):\n    ...\n", encoding="utf-8")
+    (modules / "extra.py").write_text(
+        "\ndef run(inputs: Inputs, plan: Plan) -> Output:\n    ...\n", encoding="utf-8"
+    )
     monkeypatch.setattr(lint_module, "EXECUTORS", modules)
     assert "is required by attnroute/executors/extra.py" in only(problems(broken), "any/extra.toml", "")
 

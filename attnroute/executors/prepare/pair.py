@@ -15,6 +15,7 @@ from attnroute.executors.batched_gradients import in_turn
 from attnroute.executors.inputs import Inputs, Output, Plan
 from attnroute.executors.prepare import from_lse
 from attnroute.executors.prepare.sink import Kernel, shrunk, total
+from attnroute.executors.registry import name_of
 
 if TYPE_CHECKING:
     from attnroute.masks.lowered.form import LoweredMask
@@ -36,7 +37,7 @@ def run_pair(inputs: Inputs, plan: Plan) -> Output:
 
 @lru_cache(maxsize=32)
 def _kernel(backend: str) -> Kernel:
-    return cast("Kernel", import_module(f"attnroute.executors.{backend}"))
+    return cast("Kernel", import_module(name_of(backend)))
 
 
 class _Pair(torch.autograd.Function):

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from attnroute.executors.batched_gradients import in_turn
 from attnroute.executors.inputs import Inputs, Output, Plan
+from attnroute.executors.registry import name_of
 from attnroute.masks.lowered.form import FULL, LoweredMask
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def total(lse: Tensor, sink: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _kernel(backend: str) -> Kernel:
-    return cast("Kernel", import_module(f"attnroute.executors.{backend}"))
+    return cast("Kernel", import_module(name_of(backend)))
 
 
 @lru_cache(maxsize=64)
