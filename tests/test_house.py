@@ -17,7 +17,8 @@ from conftest import LONGEST_FIRST
 import attnroute
 from attnroute.cli import main
 from attnroute.tables.load import load
-from attnroute.tables.schema import BackendTable, SharedRules
+from attnroute.tables.preferences import all_preferences
+from attnroute.tables.schema import ArchTable, BackendTable, SharedRules
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "attnroute"
@@ -146,13 +147,15 @@ def test_rows_shown_on_a_page_are_valid(page: Path) -> None:
         if "[[rule]]" in block or "[features" in block:
             model = SharedRules if "backends = [" in block else BackendTable
             model.model_validate(tomllib.loads(block))
+        elif "[[prefer]]" in block:
+            ArchTable.model_validate(tomllib.loads(block))
 
 
 def test_rules_named_on_pages_exist() -> None:
     pattern = re.compile(r"attnroute rule ([a-z0-9_]+/[a-z0-9_]+/[a-z0-9-]+)")
     named = {rule for page in PAGES for rule in pattern.findall(page.read_text(encoding="utf-8"))}
     assert named
-    assert named - {row.id for row in load().all_rows()} == set()
+    assert named - {row.id for row in (*load().all_rows(), *all_preferences(load()))} == set()
 
 
 def test_explanations_shown_on_pages_are_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

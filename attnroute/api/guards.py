@@ -1,8 +1,8 @@
 """Lengths that a compiled graph leaves open: it holds for all that a decision treats as it treated one.
 
-A decision is made for the lengths of the call that is traced. Whatever a row or a declared order that could
-change it asks about a length is then asked of the tracer's own lengths too, whose answers become conditions
-of the graph: a length with another answer is traced anew, and no other one is.
+A decision is made for the lengths of the call that is traced. Whatever a row that could change
+it asks about a length is then asked of the tracer's own lengths too, whose answers become conditions of the
+graph: a length with another answer is traced anew, and no other one is.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from attnroute.errors import ArgumentError, did_you_mean, quoted
 from attnroute.report.rules import Row, render_row, row_json
 from attnroute.settings import current
 from attnroute.tables.load import Tables, load
+from attnroute.tables.preferences import all_preferences
 
 
 def run(words: list[str]) -> int:
@@ -39,11 +40,13 @@ def _by_id(tables: Tables) -> dict[str, Row]:
 
 
 def _rows(tables: Tables) -> Iterator[Row]:
-    """Everything that a finding or an option may name; where two folders say the same id, the later holds."""
+    """Everything that an explanation may name; where two folders say the same id, the later holds."""
     for row in tables.all_rows():
         yield Row(row.id, f"{row.file.parent.name}/{row.file.name}", row.rule)
     for option in tables.all_options():
         yield Row(option.id, f"{option.file.parent.name}/{option.file.name}", option.option)
+    for preference in all_preferences(tables):
+        yield Row(preference.id, f"{preference.file.parent.name}/arch.toml", preference.preference)
     for backend, info in tables.backends.items():
         yield Row(f"any/{backend}/versions-known", f"any/{backend}.toml", info)
         for arch in tables.arch_names:

@@ -17,6 +17,7 @@ from attnroute.question.call import Call, DocumentsNode
 from attnroute.question.facts import LENGTH_FACTS, empty_rows_of, facts_of
 from attnroute.question.normalize import normalize, recognized
 from attnroute.tables import conditions
+from attnroute.tables.preferences import preferences
 from attnroute.tables.schema import AnyOf, Box, boxes_of
 from attnroute.vocabulary import GRID_LIMIT
 
@@ -62,13 +63,13 @@ def _repaired(call: Call) -> Hashable:
 
 
 def length_conditions(tables: Tables, arch: str) -> tuple[Condition, ...]:
-    """Return every condition on a length that a row or a declared order of an architecture has."""
+    """Return every condition on a length that a row of an architecture has."""
     return conditions_on(LENGTH_FACTS, tables, arch)
 
 
 @lru_cache(maxsize=64)
 def conditions_on(fields: frozenset[str], tables: Tables, arch: str) -> tuple[Condition, ...]:
-    """Return every condition on some fields that a row or a declared order of an architecture has."""
+    """Return every condition on some fields that a row of an architecture has."""
     found: dict[str, Condition] = {}
     for box in _boxes(tables, arch):
         for field, spec in box.items():
@@ -78,7 +79,7 @@ def conditions_on(fields: frozenset[str], tables: Tables, arch: str) -> tuple[Co
 
 
 def _boxes(tables: Tables, arch: str) -> Iterator[Box]:
-    parts: list[Box | AnyOf | str] = [order.when for order in tables.arch(arch).order]
+    parts: list[Box | AnyOf | str] = [row.preference.when for row in preferences(tables, arch)]
     for backend in tables.backends:
         parts += [row.option.when for row in tables.options(arch, backend)]
         for row in tables.rules(arch, backend) or ():

@@ -11,7 +11,7 @@ from attnroute.engine.evaluate import evaluate, missing_needs
 from attnroute.engine.finding import Finding
 from attnroute.engine.options import Options, options_for
 from attnroute.engine.quadratic import holds_quadratic, may_grow
-from attnroute.engine.rank import declared_order, ranked
+from attnroute.engine.rank import preferred, ranked, why
 from attnroute.question import fits
 from attnroute.question.call import Call
 from attnroute.question.host import Host
@@ -53,8 +53,8 @@ def decide(
         call = call.with_(context=context)
     simple = normalize(call)
     verdicts = {b: judge(simple, host, tables, b, wishes) for b in tables.backends}
-    row = declared_order(simple, host, tables)
-    order = ranked(verdicts, row, wishes)
+    rows = preferred(simple, host, tables)
+    order = ranked(verdicts, rows, wishes)
     decision = Decision(
         call=call,
         host=host,
@@ -62,7 +62,7 @@ def decide(
         verdicts=tuple(verdicts.values()),
         order=order,
         selected=order[0] if order else None,
-        why_this_order=f"{row.name}: {row.because}" if row else "no declared order applies",
+        why_this_order=why(rows, order),
     )
     if not advise:
         return decision

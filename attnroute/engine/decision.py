@@ -106,7 +106,7 @@ class Decision(_Part):
         verdicts: Exactly one per backend of the tables.
         order: The candidates in the order in which they would run.
         selected: The first of `order`, None when nothing may run.
-        why_this_order: The declared order's name and reason.
+        why_this_order: The ids of the preferences that made this order, and the reason of the first.
         hints: What would change the choice.
         stock: What stock scaled_dot_product_attention would run, when it was asked for.
     """

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from attnroute.engine import repairs
 from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply
 from attnroute.engine.quadratic import SMALL_MASK
-from attnroute.engine.rank import declared_order, may_precede
+from attnroute.engine.rank import may_precede, preferred
 from attnroute.question.call import AlibiBias
 from attnroute.question.facts import LENGTH_FACTS, Facts, facts_of, sizes_of
 from attnroute.tables import conditions
+from attnroute.tables.preferences import preferences
 from attnroute.tables.schema import AnyOf, Box, Rule, boxes_of
 from attnroute.vocabulary import BUILD_MASKS, SPLITS
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from attnroute.question.call import Call
     from attnroute.tables.conditions import Spec, Tri
     from attnroute.tables.load import Tables
-    from attnroute.tables.schema import Option, Order
+    from attnroute.tables.schema import Option, Preference
 
 OPEN: Final = frozenset({*LENGTH_FACTS, "batch"})
 """The fields that a tracer may leave open."""
@@ -113,33 +114,63 @@ def _held(asked: tuple[Condition, ...], facts: Facts, *, stop: bool) -> Tri:
 
 
 def _questions(decision: Decision, tables: Tables, fields: Fields) -> Iterator[Question | None]:
-    call, host, policy = decision.call, decision.host, decision.policy
-    known = facts_of(call)
-    for order in tables.arch(host.arch).order if policy.require is None else ():
-        if order.phase in (None, call.phase):
-            yield _on(order, fields, [known])
-        # The first row that holds is used, and none behind it.
-        if certainly_holds(order, call, known, host):
-            break
+    call = decision.call
+    able = [verdict for verdict in decision.verdicts if not _is_kept_out(verdict)]
+    rows = {verdict.backend: _rows_of(verdict, decision, tables) for verdict in able}
+    possible = [verdict for verdict in able if not _is_out(verdict, rows[verdict.backend], fields)]
+    yield from _about_order(decision, tables, fields, {verdict.backend for verdict in possible})
     if any(verdict.repairs and not BUILD_MASKS.isdisjoint(verdict.repairs) for verdict in decision.verdicts):
         # Whether a mask that is built is small decides who comes first.
         yield Question((Asked((SMALL_MASK,), settled=True),), (), exact=True)
     if isinstance(call.bias, AlibiBias):
         per_head = repairs.SMALL_BIAS // max(1, call.num_heads_q)
         yield Question((Asked((("mask_elements", f"<={per_head}"),), settled=True),), (), exact=True)
-    row = declared_order(call, host, tables)
-    for verdict in decision.verdicts:
-        if not _is_kept_out(verdict) and may_precede(verdict.backend, decision, row):
-            yield from _about(verdict, decision, tables, fields)
+    holding = preferred(call, decision.host, tables)
+    for verdict in possible:
+        if may_precede(verdict.backend, decision, holding):
+            options = [row.option for row in tables.options(decision.host.arch, verdict.backend)]
+            yield from _about(verdict, decision, rows[verdict.backend], options, fields)
 
 
-def _about(verdict: Verdict, decision: Decision, tables: Tables, fields: Fields) -> Iterator[Question | None]:
-    call, host = decision.call, decision.host
-    scoped = (r for r in tables.rules(host.arch, verdict.backend) or () if r.rule.scope in ROUTE_SCOPES)
-    info = tables.info(host.arch, verdict.backend)
-    rows = {row.id: row.rule for row in scoped if may_apply(row.rule, call, host, info)}
-    if _is_out(verdict, rows, fields):
+def _about_order(
+    decision: Decision, tables: Tables, fields: Fields, possible: set[str]
+) -> Iterator[Question | None]:
+    """Ask about the preference that puts the selected backend first, and those that could put another there.
+
+    Args:
+        decision: The decision.
+        tables: The tables that it was made with.
+        fields: The fields whose values may change.
+        possible: The backends that may run, or might with other values.
+    """
+    call, selected = decision.call, decision.selected
+    if decision.policy.require is not None or selected is None:
         return
+    known = facts_of(call)
+    for row in (found.preference for found in preferences(tables, decision.host.arch)):
+        first, named = row.first, selected in row.first
+        holds = certainly_holds(row, call, known, decision.host)
+        before = first[: first.index(selected)] if named else first
+        matters = named if holds else not possible.isdisjoint(before)
+        if matters and row.phase in (None, call.phase):
+            yield _on(row, fields, [known])
+        if holds and named:
+            # Rows behind this one order what comes after the selected backend.
+            return
+
+
+def _rows_of(verdict: Verdict, decision: Decision, tables: Tables) -> dict[str, Rule]:
+    """Return the rules of a backend that may apply to a call, whatever its sizes are."""
+    call, host = decision.call, decision.host
+    info = tables.info(host.arch, verdict.backend)
+    rows = (row for row in tables.rules(host.arch, verdict.backend) or () if row.rule.scope in ROUTE_SCOPES)
+    return {row.id: row.rule for row in rows if may_apply(row.rule, call, host, info)}
+
+
+def _about(
+    verdict: Verdict, decision: Decision, rows: dict[str, Rule], options: list[Option], fields: Fields
+) -> Iterator[Question | None]:
+    call = decision.call
     if not SPLITS.isdisjoint(verdict.repairs):
         # Rows are held against a piece of the call, whose sizes nobody asks the tracer about.
         sizes = tuple((name, f"=={getattr(call, name)}") for name in ("batch", "seqlen_q", "seqlen_kv"))
@@ -151,8 +182,8 @@ def _about(verdict: Verdict, decision: Decision, tables: Tables, fields: Fields)
         yield asked[verdict.blocking[0].rule]
         return
     yield from asked.values()
-    for option in tables.options(host.arch, verdict.backend):
-        yield _on(option.option, fields, forms)
+    for option in options:
+        yield _on(option, fields, forms)
 
 
 def _is_kept_out(verdict: Verdict) -> bool:
@@ -189,7 +220,7 @@ def _forms(verdict: Verdict, decision: Decision, fields: Fields) -> list[Facts]:
     return [] if changed else forms
 
 
-def _on(row: Rule | Order | Option, fields: Fields, forms: list[Facts]) -> Question | None:
+def _on(row: Rule | Preference | Option, fields: Fields, forms: list[Facts]) -> Question | None:
     when = _possible(row.when, fields, forms)
     if not when:
         return None

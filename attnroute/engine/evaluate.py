@@ -13,7 +13,7 @@ from attnroute.question.facts import Facts, facts_of
 from attnroute.question.host import Host
 from attnroute.tables import conditions
 from attnroute.tables.alternatives import alternatives, names_in, spare
-from attnroute.tables.schema import AnyOf, BackendInfo, Box, Option, Order, Rule, boxes_of
+from attnroute.tables.schema import AnyOf, BackendInfo, Box, Option, Preference, Rule, boxes_of
 from attnroute.tables.versions import contains, version_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _has(host: Host, name: str) -> bool:
     return name not in host.broken and version_of(name, host.versions) is not None
 
 
-def certainly_holds(row: Order | Option, call: Call, facts: Facts, host: Host) -> bool:
+def certainly_holds(row: Preference | Option, call: Call, facts: Facts, host: Host) -> bool:
     """Return whether every guard of a row holds: a version or a length that nobody knows is not enough."""
     if row.phase is not None and row.phase != call.phase:
         return False

@@ -15,7 +15,7 @@ from attnroute.tables import conditions
 
 SMALL_MASK: Final = ("mask_elements", "<4194304")
 """The condition under which a mask of padded rows is too small to count. Below 2048 queries and keys it takes
-less than 4 MiB, and the kernels that need none (flex, chunked) take the host longer: the declared order
+less than 4 MiB, and the kernels that need none (flex, chunked) take the host longer: the preference
 "predicate" begins there too, with its evidence."""
 
 

@@ -1,4 +1,4 @@
-"""Order the candidates: wishes first, then certainty, then memory, then the declared order."""
+"""Order the candidates: wishes first, then certainty, then memory, then the preferences of the tables."""
 
 from __future__ import annotations
 
@@ -10,51 +10,77 @@ from attnroute.question.call import Call
 from attnroute.question.facts import facts_of
 from attnroute.question.host import Host
 from attnroute.question.policy import Policy
-from attnroute.tables.schema import Order
+from attnroute.tables.preferences import in_order, placed, preferences
+from attnroute.tables.rows import PreferenceRow
 from attnroute.vocabulary import SLOW_TIER
 
 if TYPE_CHECKING:
     from attnroute.tables.load import Tables
 
 Place = tuple[int, bool, bool, bool, bool, int, str]
-"""Wished, not certain, slow tier, large mask, slow here, declared place, name: the least comes first."""
+"""Wished, not certain, slow tier, large mask, slow here, preferred place, name: the least comes first."""
+
+Rows = tuple[PreferenceRow, ...]
 
 
-def declared_order(call: Call, host: Host, tables: Tables) -> Order | None:
-    """Return the first declared order whose guard holds for this call."""
+def preferred(call: Call, host: Host, tables: Tables) -> Rows:
+    """Return the preferences that hold for this call, the one that counts most first."""
     facts = facts_of(call)
-    orders = tables.arch(host.arch).order
-    return next((row for row in orders if certainly_holds(row, call, facts, host)), None)
+    rows = preferences(tables, host.arch)
+    return tuple(row for row in rows if certainly_holds(row.preference, call, facts, host))
 
 
-def ranked(verdicts: dict[str, Verdict], row: Order | None, policy: Policy) -> tuple[str, ...]:
+def why(rows: Rows, order: tuple[str, ...]) -> str:
+    """Name the preferences that made an order, and give the reason of the first.
+
+    Args:
+        rows: Those that hold, the one that counts most first.
+        order: The backends that may run.
+
+    Returns:
+        The id of the row that puts its backend first, then the ids of those without which the order would be
+        another, a colon, and the reason of the first.
+    """
+    able = set(order)
+    naming = tuple(row for row in rows if not able.isdisjoint(row.preference.first))
+    if not naming:
+        return "no preference applies"
+    needed = naming
+    for row in naming[1:]:
+        others = tuple(other for other in needed if other is not row)
+        if placed(others, order) == placed(needed, order):
+            needed = others
+    return f"{', '.join(row.id for row in needed)}: {naming[0].preference.because}"
+
+
+def ranked(verdicts: dict[str, Verdict], rows: Rows, policy: Policy) -> tuple[str, ...]:
     """Return the backends that may run, best first."""
+    declared = in_order(rows)
     usable = {"eligible", "unknown"} if policy.allow_unknown and not policy.strict else {"eligible"}
     able = [b for b, v in verdicts.items() if v.status in usable and v.excluded is None]
 
     def place(backend: str) -> Place:
-        return _place(backend, row, policy, verdicts[backend])
+        return _place(backend, declared, policy, verdicts[backend])
 
     return tuple(sorted(able, key=place))
 
 
-def may_precede(backend: str, decision: Decision, row: Order | None) -> bool:
+def may_precede(backend: str, decision: Decision, rows: Rows) -> bool:
     """Return whether a backend is selected, or would be if nothing in the tables spoke against it."""
     if decision.selected is None:
         return True
-    chosen, policy = decision.verdict(decision.selected), decision.policy
-    return _place(backend, row, policy, None) <= _place(chosen.backend, row, policy, chosen)
+    chosen, policy, declared = decision.verdict(decision.selected), decision.policy, in_order(rows)
+    return _place(backend, declared, policy, None) <= _place(chosen.backend, declared, policy, chosen)
 
 
 def _is_slow(verdict: Verdict) -> bool:
     return any(f.kind == "slow" and f.outcome == "fail" for f in verdict.findings)
 
 
-def _place(backend: str, row: Order | None, policy: Policy, verdict: Verdict | None) -> Place:
+def _place(backend: str, declared: tuple[str, ...], policy: Policy, verdict: Verdict | None) -> Place:
     """Return where a backend stands; without a verdict, where it would if no row spoke against it."""
     wishes = [*policy.prefer, *(policy.allow or ())]
     wished = wishes.index(backend) if backend in wishes else len(wishes)
-    declared = row.order if row else []
     known = declared.index(backend) if backend in declared else len(declared)
     uncertain = builds = slow = False
     if verdict is not None:

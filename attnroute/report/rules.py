@@ -16,6 +16,7 @@ from attnroute.tables.schema import (
     Evidence,
     FeatureAnswer,
     Option,
+    Preference,
     Ranges,
     Rule,
 )
@@ -29,17 +30,17 @@ _SCOPES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Anything that a finding or a verdict's options may name.
+    """Anything that a finding, a verdict's options or the reason of an order may name.
 
     Attributes:
-        id: What the finding names.
+        id: What they name.
         file: Where it stands, below the folder of the tables.
         says: The row itself.
     """
 
     id: str
     file: str
-    says: Rule | Option | FeatureAnswer | BackendInfo
+    says: Rule | Option | Preference | FeatureAnswer | BackendInfo
 
 
 def row_json(row: Row) -> str:
@@ -55,9 +56,9 @@ def render_row(row: Row) -> str:
     return printable("\n".join(lines))
 
 
-def _parts(says: Rule | Option | FeatureAnswer | BackendInfo) -> list[tuple[str, str]]:
-    if isinstance(says, Option):
-        return [*_option(says), *_evidence(says.evidence)]
+def _parts(says: Rule | Option | Preference | FeatureAnswer | BackendInfo) -> list[tuple[str, str]]:
+    if isinstance(says, Option | Preference):
+        return [*_guarded(says), *_evidence(says.evidence)]
     if isinstance(says, Rule):
         recheck = f"after {says.recheck_after}" if says.recheck_after else ""
         return [*_rule(says), *_evidence(says.evidence), ("recheck", recheck)]
@@ -79,13 +80,17 @@ def _seconds(span: tuple[float, float] | None) -> str:
     return "" if span is None else f"of each structure compiles, {span[0]:g} to {span[1]:g} s"
 
 
-def _option(option: Option) -> list[tuple[str, str]]:
+def _guarded(row: Option | Preference) -> list[tuple[str, str]]:
+    if isinstance(row, Option):
+        effect = ("sets", ", ".join(f"{name} = {json.dumps(value)}" for name, value in row.set.items()))
+    else:
+        effect = ("first", ", ".join(row.first))
     return [
-        ("versions", _versions(option.versions)),
-        ("phase", option.phase or ""),
-        ("when", _box(option.when)),
-        ("sets", ", ".join(f"{name} = {json.dumps(value)}" for name, value in option.set.items())),
-        ("because", option.because),
+        ("versions", _versions(row.versions)),
+        ("phase", row.phase or ""),
+        ("when", _box(row.when)),
+        effect,
+        ("because", row.because),
     ]
 
 

@@ -138,10 +138,16 @@ def why_selected(decision: Decision) -> str:
         return f"preferred by {policy.origin_of('prefer')}"
     if policy.allow is not None:
         return f"first of those that {policy.origin_of('allow')} allows"
-    name, _, reason = decision.why_this_order.partition(": ")
+    rows, reason = preferences(decision)
     if not reason:
         return f"first by name, because {decision.why_this_order}"
-    return f'first of those that may run in the declared order "{name}" ({reason})'
+    return f"first of those that may run, because {reason} [{rows[0]}]"
+
+
+def preferences(decision: Decision) -> tuple[list[str], str]:
+    """Return the rows that made the order, and the reason of the first; both are empty where none applies."""
+    rows, _, reason = decision.why_this_order.partition(": ")
+    return (rows.split(", "), reason) if reason else ([], "")
 
 
 def host_line(host: Host) -> str:

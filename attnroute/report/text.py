@@ -85,7 +85,9 @@ def _head(decision: Decision) -> list[str]:
 
 def _order(decision: Decision) -> str:
     unmeasured = all(decision.verdict(b).predicted_ms is None for b in decision.order)
-    return ", ".join(decision.order) + (" (as declared; their times are unmeasured)" if unmeasured else "")
+    rows, _ = sentences.preferences(decision)
+    by = sentences.listed([f"[{row}]" for row in rows]) or "name"
+    return ", ".join(decision.order) + (f" (by {by}; their times are unmeasured)" if unmeasured else "")
 
 
 def _verdicts(verdicts: list[Verdict], decision: Decision) -> list[list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,7 +12,8 @@ from attnroute.errors import TableError
 from attnroute.tables.alternatives import is_well_formed
 from attnroute.tables.load import ANY, SHARED, Tables
 from attnroute.tables.points import options_of, shared_points
-from attnroute.tables.rows import OptionRow, RuleRow
+from attnroute.tables.preferences import all_preferences, placed, preferences
+from attnroute.tables.rows import OptionRow, PreferenceRow, RuleRow
 from attnroute.tables.strays import strays
 from attnroute.vocabulary import FEATURES
 
@@ -74,8 +74,9 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
         _measurements,
         _empty_ranges,
         _duplicates,
-        _orders,
-        _last_orders,
+        _arch_evidence,
+        _base_orders,
+        _idle_preferences,
         _stock,
         _executors,
     )
@@ -111,6 +112,7 @@ def _read_all(tables: Tables) -> None:
     """Everything is read once: what cannot be, raises."""
     _ = tables.stock, tables.all_rows(), tables.all_options()
     for arch in tables.arch_names:
+        preferences(tables, arch)
         for backend in tables.backends:
             tables.rules(arch, backend)
             tables.options(arch, backend)
@@ -122,10 +124,6 @@ def _names(tables: Tables) -> Iterator[Problem]:
         if _says(row).name.startswith(RESERVED):
             sentence = f"requires a beginning that the engine does not use itself; got {_says(row).name}."
             yield _problem(row, "name", sentence)
-    for arch in tables.arch_names:
-        counts = Counter(order.name for order in tables.arch(arch).order)
-        for name in (name for name, count in counts.items() if count > len(tables.folders)):
-            yield Problem(f"{arch}/arch.toml", name, "name", "requires a unique value; it stands twice.")
 
 
 def _features(tables: Tables) -> Iterator[Problem]:
@@ -204,23 +202,55 @@ def _duplicates(tables: Tables) -> Iterator[Problem]:
                     yield _problem(other, "versions", sentence)
 
 
-def _orders(tables: Tables) -> Iterator[Problem]:
+def _arch_evidence(tables: Tables) -> Iterator[Problem]:
     for arch in tables.arch_names:
-        described = {b for b in tables.backends if tables.rules(arch, b) is not None}
-        for order in tables.arch(arch).order:
-            missing = described - set(order.order)
-            if missing:
-                said = f"each of {', '.join(sorted(described))}; missing are {', '.join(sorted(missing))}"
-                sentence = f"requires {said}."
-                yield Problem(f"{arch}/arch.toml", order.name, "order", sentence)
+        if not tables.arch(arch).evidence:
+            yield Problem(
+                f"{arch}/arch.toml", "", "evidence", "requires at least one for what it says; got none."
+            )
 
 
-def _last_orders(tables: Tables) -> Iterator[Problem]:
+def _base_orders(tables: Tables) -> Iterator[Problem]:
+    """Whatever a call is, every shipped backend has a place; one of an overlay may come last, by its name."""
+    shipped = {name for name in tables.backends if (tables.folders[0] / ANY / f"{name}.toml").is_file()}
+    missing: set[str] = set()
     for arch in tables.arch_names:
-        last = tables.arch(arch).order[-1]
-        if last.when or last.versions or last.phase is not None:
-            sentence = "requires no condition in the last order, so that one always applies; got one."
-            yield Problem(f"{arch}/arch.toml", last.name, "when", sentence)
+        rows = preferences(tables, arch)
+        if not rows or not rows[-1].is_base:
+            sentence = "requires a last row without a condition, so that one always applies; got none."
+            yield Problem(f"{arch}/arch.toml", "", "prefer", sentence)
+        always = {name for row in rows if row.is_base for name in row.preference.first}
+        missing |= {name for name in shipped - always if tables.rules(arch, name) is not None}
+    if missing:
+        names = ", ".join(sorted(missing))
+        sentence = f"requires each shipped backend in a row without a condition; missing are {names}."
+        yield Problem(f"{ANY}/arch.toml", "", "prefer", sentence)
+
+
+def _idle_preferences(tables: Tables) -> Iterator[Problem]:
+    """A row that moves nothing on any architecture says what others say, or what nobody reads."""
+    moving: set[str] = set()
+    for arch in tables.arch_names:
+        rows = preferences(tables, arch)
+        described = [name for name in tables.backends if tables.rules(arch, name) is not None]
+        moving.update(row.id for row in rows if row.id not in moving and _moves(row, rows, described))
+    for row in all_preferences(tables):
+        if row.id not in moving:
+            sentence = (
+                "requires backends that the rows behind it would put elsewhere; got an order that they make."
+            )
+            yield Problem(f"{row.file.parent.name}/arch.toml", row.preference.name, "first", sentence)
+
+
+def _moves(row: PreferenceRow, rows: tuple[PreferenceRow, ...], backends: list[str]) -> bool:
+    """Return whether a row changes a base order, alone or beside one weaker row that holds too."""
+    condition = row.preference.condition
+    always = {other.id for other in rows if other.is_base or other.preference.condition == condition}
+    for beside in rows[rows.index(row) :]:
+        held = [other for other in rows if other.id in always or other is beside]
+        if placed(held, backends) != placed((other for other in held if other is not row), backends):
+            return True
+    return False
 
 
 def _stock(tables: Tables) -> Iterator[Problem]:
@@ -289,12 +319,17 @@ def _evidence(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
             for feature, answer in tables.answers(scope, backend).items():
                 for evidence in answer.evidence:
                     yield first, f"{scope}/{backend}.toml", f"features.{feature}", evidence
+    yield from _evidence_of_archs(tables)
+
+
+def _evidence_of_archs(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
     for arch in tables.arch_names:
-        table = tables.arch(arch)
-        rows = [("", table.evidence), *((order.name, order.evidence) for order in table.order)]
-        for name, cited in rows:
-            for evidence in cited:
-                yield first, f"{arch}/arch.toml", name, evidence
+        for evidence in tables.arch(arch).evidence:
+            yield tables.folders[0], f"{arch}/arch.toml", "", evidence
+    for row in all_preferences(tables):
+        folder, scope = row.file.parent.parent, row.file.parent.name
+        for evidence in row.preference.evidence:
+            yield folder, f"{scope}/arch.toml", row.preference.name, evidence
 
 
 def _used_rows(tables: Tables) -> Iterator[tuple[RuleRow | OptionRow, BackendInfo]]:

@@ -1,8 +1,7 @@
 """Find the table files, parse each once, and give out the rows of one architecture.
 
 Files ship inside the wheel as `attnroute/_capability_tables`; an editable install has them as the sibling
-folder `capability_tables`. An overlay folder of the same layout adds rows, replaces rows of the same id and
-puts its declared orders first.
+folder `capability_tables`. An overlay folder of the same layout adds rows and replaces rows of the same id.
 
 The rows about a backend on an architecture are those of `any/`, those of the architecture's own file and
 those of the files that it includes; a row of `several.toml` counts as one in the file of each backend that it
@@ -29,7 +28,6 @@ from attnroute.tables.schema import (
     BackendTable,
     FeatureAnswer,
     Option,
-    Order,
     Rule,
     SharedRules,
     StockOrder,
@@ -110,7 +108,7 @@ class Tables:
             if path.is_file():
                 found = read(path, StockTable).order
                 for row in found:
-                    self._known(f"{ANY}/stock.toml: order {row.name}", row.order)
+                    self.check_known(f"{ANY}/stock.toml: order {row.name}", row.order)
                 orders = [*found, *orders]
         return tuple(orders)
 
@@ -125,14 +123,12 @@ class Tables:
             if not tables:
                 msg = f"arch requires {name}/arch.toml or {ANY}/arch.toml; got neither; reinstall the tables."
                 raise TableError(msg)
-            orders: list[Order] = [o for t in reversed(tables) for o in t.order]
-            for row in orders:
-                self._known(f"{name}/arch.toml: order {row.name}", row.order)
-            self._known(f"{name}/arch.toml: backends", [b for t in tables for b in t.backends])
-            self._archs[name] = tables[-1].model_copy(update={"order": orders})
+            self.check_known(f"{name}/arch.toml: backends", [b for t in tables for b in t.backends])
+            said = {part: getattr(table, part) for table in tables for part in table.model_fields_set}
+            self._archs[name] = tables[0].model_copy(update=said)
         return self._archs[name]
 
-    def _known(self, where: str, names: Iterable[str]) -> None:
+    def check_known(self, where: str, names: Iterable[str]) -> None:
         """Refuse a backend that no file declares: nothing would ever run it."""
         for name in names:
             if name not in self.backends:
@@ -213,7 +209,7 @@ class Tables:
         file adds to what is inherited, because a user who adds one row must not lose the others.
         """
         found = []
-        for name in self._ancestors(arch):
+        for name in self.ancestors(arch):
             homes = [folder for folder in self.folders if (folder / name / "arch.toml").is_file()]
             if any(self._is_about(folder, name, backend) for folder in self.folders):
                 found.append(name)
@@ -225,9 +221,9 @@ class Tables:
         return (folder / scope / f"{backend}.toml").is_file() or backend in self._several(folder, scope)
 
     def _listed(self, arch: str) -> frozenset[str]:
-        return frozenset(backend for name in self._ancestors(arch) for backend in self.arch(name).backends)
+        return frozenset(backend for name in self.ancestors(arch) for backend in self.arch(name).backends)
 
-    def _ancestors(self, arch: str) -> Iterator[str]:
+    def ancestors(self, arch: str) -> Iterator[str]:
         """Give the architecture and what it inherits, the nearest first."""
         names: list[str] = []
         following: str | None = arch
@@ -313,7 +309,7 @@ class Tables:
             rows = read(path, SharedRules).rule if scope != SHARED and path.is_file() else []
             found: dict[str, _Rules] = {}
             for row in rows:
-                self._known(f"{scope}/{SEVERAL}.toml: rule {row.name}", row.backends)
+                self.check_known(f"{scope}/{SEVERAL}.toml: rule {row.name}", row.backends)
                 for backend in row.backends:
                     found.setdefault(backend, []).append((path, row.rule_of(backend)))
             self._bound[path] = found

@@ -39,7 +39,9 @@ def _sentence(path: Path, data: dict[str, object], error: ValidationError) -> st
     """Name the file, the rule and the field of the first problem."""
     first = error.errors()[0]
     where = [shortened(str(part)) for part in first["loc"]]
-    rows = data.get(where[0]) if where and where[0] in ("rule", "option", "order", "release") else None
+    rows = (
+        data.get(where[0]) if where and where[0] in ("rule", "option", "prefer", "order", "release") else None
+    )
     if len(where) > 1 and isinstance(rows, list):
         row = rows[int(where[1])]
         name = row.get("name", f"number {int(where[1]) + 1}") if isinstance(row, dict) else where[1]

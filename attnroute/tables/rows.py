@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from attnroute.question.host import device_of
-from attnroute.tables.schema import BackendInfo, FeatureAnswer, Option, Rule
+from attnroute.tables.schema import BackendInfo, FeatureAnswer, Option, Preference, Rule
 
 _KERNELS: Final = {"cpu": "CPUs", "cuda": "CUDA devices"}
 
@@ -28,6 +28,20 @@ class OptionRow:
     id: str
     option: Option
     file: Path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreferenceRow:
+    """A preference with its id and the file it stands in; two are equal only if they are one."""
+
+    id: str
+    preference: Preference
+    file: Path
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the row has no condition, so that it counts for every call."""
+        return not any(self.preference.condition)
 
 
 @dataclass(frozen=True, slots=True)

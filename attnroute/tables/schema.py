@@ -259,14 +259,23 @@ class BackendTable(_Row):
     option: Annotated[list[Option], Field(default_factory=list)]
 
 
-class Order(_Row):
-    """A declared order of backends for one kind of call: the first row whose guards hold is used."""
+class Preference(_Row):
+    """Backends that come first for one kind of call, in this order; those that it does not name keep theirs.
+
+    Every row whose `versions`, `phase` and `when` certainly hold counts, and the one that stands first counts
+    most: a backend stands where the first of them that names it puts it.
+
+    Attributes:
+        name: Unique within its file; the id is `<folder>/arch/<name>`.
+        first: The backends, the best first.
+        because: Why, as a clause for people.
+    """
 
     name: Name
     versions: Annotated[Versions, Field(default_factory=dict)]
     phase: Phase | None = None
     when: Annotated[Box | AnyOf, Field(default_factory=dict)]
-    order: list[Backend]
+    first: Annotated[list[Backend], Field(min_length=1)]
     because: str
     evidence: Annotated[list[Evidence], Field(min_length=1)]
 
@@ -275,9 +284,21 @@ class Order(_Row):
     def _known_fields(cls, value: Box | AnyOf) -> Box | AnyOf:
         return _check_box(value) if isinstance(value, dict) else value
 
+    @field_validator("first")
+    @classmethod
+    def _each_once(cls, names: list[str]) -> list[str]:
+        if len(set(names)) < len(names):
+            raise ValueError("first requires each backend once.")
+        return names
+
+    @property
+    def condition(self) -> tuple[object, ...]:
+        """What must hold for the row to count; all of it is empty in a base order."""
+        return self.versions, self.phase, self.when
+
 
 class ArchTable(_Row):
-    """One architecture's `arch.toml`.
+    """One architecture's `arch.toml`; that of an overlay needs only what it says otherwise or adds.
 
     Attributes:
         compute_capability: (major, minor), absent for cpu.
@@ -286,15 +307,17 @@ class ArchTable(_Row):
         inherits: An architecture whose backend files, rules and feature answers alike, hold here where this
             one has none.
         backends: Backends that do not depend on the architecture and have no file of their own here.
+        evidence: Where the figures come from.
+        prefer: Which backends come first for which calls; see `tables.preferences`.
     """
 
     compute_capability: tuple[int, int] | None = None
     shared_memory_per_block: int | None = None
-    cards: list[str]
+    cards: Annotated[list[str], Field(default_factory=list)]
     inherits: Arch | None = None
-    backends: list[Backend]
-    evidence: Annotated[list[Evidence], Field(min_length=1)]
-    order: Annotated[list[Order], Field(min_length=1)]
+    backends: Annotated[list[Backend], Field(default_factory=list)]
+    evidence: Annotated[list[Evidence], Field(default_factory=list)]
+    prefer: Annotated[list[Preference], Field(default_factory=list)]
 
 
 class StockOrder(_Row):

@@ -35,6 +35,7 @@ COMMANDS = {
     "rule": "rule sm_90/cudnn/backward-nan-keys-64-mod-128",
     "rule-feature": "rule any/cudnn/feature-window",
     "rule-option": "rule shared/flex_99_kib/backward-head-dim-up-to-256",
+    "rule-preference": "rule sm_90/arch/window-small",
     "matrix": "matrix --arch sm_90 --with torch=2.11",
 }
 

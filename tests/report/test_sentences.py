@@ -122,14 +122,14 @@ def test_an_unknown_backend_that_was_allowed_is_said_to_be_unknown() -> None:
         (
             {},
             ("alpha", "beta"),
-            'first of those that may run in the declared order "default" (alpha is the fastest)',
+            "first of those that may run, because alpha is the fastest [any/arch/default]",
         ),
         ({"require": "alpha"}, ("alpha",), "required by me"),
         ({"prefer": ("alpha",)}, ("alpha", "beta"), "preferred by me"),
         (
             {"prefer": ("gamma",)},
             ("alpha", "beta"),
-            'first of those that may run in the declared order "default" (alpha is the fastest)',
+            "first of those that may run, because alpha is the fastest [any/arch/default]",
         ),
         ({"allow": ("alpha", "beta")}, ("alpha", "beta"), "first of those that me allows"),
     ],
@@ -139,9 +139,9 @@ def test_what_put_the_selected_backend_first_is_said(policy, order, said) -> Non
     assert sentences.why_selected(decision(order=order, policy=wishes)) == said
 
 
-def test_without_a_declared_order_the_names_decide() -> None:
-    given = decision(order=("alpha", "beta"), why_this_order="no declared order applies")
-    assert sentences.why_selected(given) == "first by name, because no declared order applies"
+def test_without_a_preference_the_names_decide() -> None:
+    given = decision(order=("alpha", "beta"), why_this_order="no preference applies")
+    assert sentences.why_selected(given) == "first by name, because no preference applies"
 
 
 def test_a_host_is_said_with_torch_cuda_and_cudnn_first() -> None:

@@ -42,5 +42,5 @@ def decision(*verdicts, order=(), line=CALL, host=HOST, policy=None, **fields):
         verdicts=verdicts,
         order=order,
         selected=order[0] if order else None,
-        **{"why_this_order": "default: alpha is the fastest", **fields},
+        **{"why_this_order": "any/arch/default: alpha is the fastest", **fields},
     )

@@ -29,8 +29,12 @@ def order(names='["math"]', more=""):
     return f'[[order]]\nname = "odd"\norder = {names}\nbecause = "of this test"\n{EVIDENCE}\n{more}\n'
 
 
-def arch(orders, backends="[]"):
-    return f"cards = []\nbackends = {backends}\n{EVIDENCE}\n{orders}"
+def prefer(names='["math"]', more=""):
+    return order(names, more).replace("[[order]]", "[[prefer]]").replace("order = ", "first = ")
+
+
+def arch(rows, backends="[]"):
+    return f"cards = []\nbackends = {backends}\n{EVIDENCE}\n{rows}"
 
 
 def put(folder, files):
@@ -65,25 +69,30 @@ BAD_ROWS = {
         r"rule odd: versions.*\(10002 characters\)",
     ),
     "no range": (FLASH, rule(more="versions = { torch = [] }"), "rule odd: versions.*at least one range"),
-    "versions of an order": (
+    "versions of a preference": (
         "sm_90/arch.toml",
-        arch(order(more='versions = { torch = "2.9" }')),
-        "sm_90/arch.toml: order odd: versions: .*PEP 440",
+        arch(prefer(more='versions = { torch = "2.9" }')),
+        "sm_90/arch.toml: prefer odd: versions: .*PEP 440",
     ),
     "versions of stock": (
         "any/stock.toml",
         order(more='versions = { torch = "junk" }').replace('because = "of this test"\n', ""),
         "any/stock.toml: order odd: versions: .*PEP 440",
     ),
-    "a stranger in an order": (
+    "a stranger that is preferred": (
         "sm_90/arch.toml",
-        arch(order('["flsh"]')),
-        'sm_90/arch.toml: order odd requires backends.*got flsh; did you mean "flash"',
+        arch(prefer('["flsh"]')),
+        'sm_90/arch.toml: prefer odd: first requires backends.*got flsh; did you mean "flash"',
     ),
     "a stranger on an architecture": (
         "sm_90/arch.toml",
-        arch(order(), '["chunkd"]'),
+        arch(prefer(), '["chunkd"]'),
         'sm_90/arch.toml: backends requires.*got chunkd; did you mean "chunked"',
+    ),
+    "a backend that is preferred twice": (
+        "sm_90/arch.toml",
+        arch(prefer('["math", "math"]')),
+        "sm_90/arch.toml: prefer odd: first: .*each backend once",
     ),
     "a stranger in stock": (
         "any/stock.toml",
@@ -164,7 +173,7 @@ def test_a_circle_of_many_files_is_named(tmp_path):
 
 
 def test_lint_says_what_deciding_says(tmp_path):
-    folder = put(tmp_path / "mine", {"sm_90/arch.toml": arch(order('["flsh"]'))})
+    folder = put(tmp_path / "mine", {"sm_90/arch.toml": arch(prefer('["flsh"]'))})
     problems = lint(Tables((shipped_folder(), folder)), datetime.date(2026, 11, 28))
     assert [str(p) for p in problems if "got flsh" in str(p)]
 

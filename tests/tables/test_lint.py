@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.own_tables import own_overlay
 
 from attnroute.tables import lint as lint_module
 from attnroute.tables.lint import lint
@@ -126,9 +127,9 @@ def test_a_need_of_an_architecture_that_nobody_can_read(broken):
     assert 'got "torch or nothing"' in only(problems(broken), "cpu/flex.toml", "needs")
 
 
-def test_two_orders_of_one_name(broken):
+def test_two_preferences_of_one_name(broken):
     replace(broken / "sm_90" / "arch.toml", 'name = "wide-heads"', 'name = "float32"')
-    assert "stands twice" in only(problems(broken), "sm_90/arch.toml", "name")
+    assert "prefer float32: name requires a unique value" in only(problems(broken), "", "")
 
 
 def test_a_feature_without_an_answer(broken):
@@ -221,21 +222,61 @@ def test_a_fault_whose_day_is_today(broken):
     assert problems(broken) == []
 
 
-def test_an_order_that_leaves_a_backend_out(broken):
-    replace(broken / "sm_75" / "arch.toml", '"efficient", ', "")
-    assert "missing are efficient" in only(problems(broken), "sm_75/arch.toml", "order")
+def prefer(first, when="{}", name="odd"):
+    row = f'[[prefer]]\nname = "{name}"\nwhen = {when}\nfirst = {first}\nbecause = "of this test"'
+    return f'\n{row}\nevidence = [{{ kind = "own", ref = "this test" }}]\n'
 
 
-def test_an_order_with_a_stranger(broken):
-    replace(broken / "sm_75" / "arch.toml", '"efficient", ', '"efficient", "fast", ')
+def test_a_base_order_that_leaves_a_backend_out(broken):
+    replace(broken / "any" / "arch.toml", '"te", ', "")
+    assert "missing are te" in only(problems(broken), "any/arch.toml", "prefer")
+
+
+def test_a_preference_with_a_stranger(broken):
+    append(broken / "sm_75" / "arch.toml", prefer('["efficient", "fast"]'))
     said = only(problems(broken), "", "")
-    assert "sm_75/arch.toml: order default requires backends" in said
+    assert "sm_75/arch.toml: prefer odd: first requires backends" in said
     assert "got fast" in said
 
 
-def test_no_order_that_always_applies(broken):
-    replace(broken / "sm_75" / "arch.toml", 'name = "default"', 'name = "default"\nphase = "training"')
-    assert "requires no condition" in only(problems(broken), "sm_75/arch.toml", "when")
+def test_no_preference_that_always_applies(broken):
+    replace(broken / "any" / "arch.toml", 'name = "default"', 'name = "default"\nphase = "training"')
+    found = [p for p in problems(broken) if "requires a last row without a condition" in p.sentence]
+    assert "sm_80/arch.toml" in {p.file for p in found}
+
+
+CAUSAL = "{ causal = true }"
+
+
+@pytest.mark.parametrize(
+    ("arch", "row"),
+    [
+        ("sm_80", prefer('["fa3"]', CAUSAL)),
+        ("sm_90", prefer('["efficient", "chunked"]', '{ dtype = ["float32"] }')),
+        ("sm_110", prefer('["flash"]', CAUSAL)),
+    ],
+    ids=["not described here", "said before", "behind a base"],
+)
+def test_a_preference_that_moves_nothing(broken, arch, row):
+    append(broken / arch / "arch.toml", row)
+    assert "got an order that they make" in only(problems(broken), f"{arch}/arch.toml", "first")
+
+
+def test_a_preference_that_keeps_another_from_moving_something(broken):
+    append(broken / "sm_80" / "arch.toml", prefer('["flash"]', "{ causal = true, prefix = true }"))
+    assert problems(broken) == []
+
+
+def test_an_architecture_without_evidence(broken):
+    path = broken / "sm_121" / "arch.toml"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join(x for x in lines if not x.startswith("evidence")), encoding="utf-8")
+    assert "got none" in only(problems(broken), "sm_121/arch.toml", "evidence")
+
+
+def test_a_backend_of_an_overlay_needs_no_place(broken, tmp_path):
+    ours = own_overlay(tmp_path / "ours")
+    assert "first" not in {p.field for p in problems(broken, ours)}
 
 
 def test_a_stock_order_with_a_stranger(broken):

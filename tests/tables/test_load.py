@@ -9,6 +9,7 @@ import pytest
 from attnroute.errors import TableError
 from attnroute.tables import load as load_module
 from attnroute.tables.load import Tables, load, shipped_folder
+from attnroute.tables.preferences import in_order, placed, preferences
 
 EVIDENCE = 'evidence = [{ kind = "own", ref = "this test" }]'
 BACKEND = """
@@ -30,10 +31,10 @@ def feature(name, value):
     return f"[features.{name}]\nvalue = {value}\n{EVIDENCE}\n"
 
 
-def arch(*, inherits="", backends="[]", order="default"):
+def arch(*, inherits="", backends="[]", prefer="default"):
     parent = f'inherits = "{inherits}"\n' if inherits else ""
     head = f'cards = ["a card"]\nbackends = {backends}\n{parent}{EVIDENCE}\n'
-    return f'{head}[[order]]\nname = "{order}"\norder = ["fast"]\nbecause = "of this test"\n{EVIDENCE}\n'
+    return f'{head}[[prefer]]\nname = "{prefer}"\nfirst = ["fast"]\nbecause = "of this test"\n{EVIDENCE}\n'
 
 
 def write(folder, files):
@@ -145,9 +146,53 @@ def test_an_overlay_answers_about_features(base, tmp_path):
     assert Tables((base, mine)).features("sm_86", "fast")["window"].answer.value is True
 
 
-def test_an_overlay_puts_its_orders_first(base, tmp_path):
-    mine = write(tmp_path / "mine", {"sm_80/arch": arch(order="mine")})
-    assert [order.name for order in Tables((base, mine)).arch("sm_80").order] == ["mine", "default"]
+def preferred(tables, arch):
+    return [row.id for row in preferences(tables, arch)]
+
+
+def test_preferences_are_read_from_the_architecture_itself_then_its_parents_then_all(base):
+    write(base, {"any/arch": arch(), "sm_80/arch": arch(prefer="near"), "sm_86/arch": arch(inherits="sm_80")})
+    assert preferred(Tables((base,)), "sm_86") == [
+        "sm_86/arch/default",
+        "sm_80/arch/near",
+        "any/arch/default",
+    ]
+    assert preferred(Tables((base,)), "sm_99") == ["any/arch/default"]
+
+
+def test_a_backend_stands_where_the_first_row_that_names_it_puts_it(base):
+    def row(name, first):
+        return f'[[prefer]]\nname = "{name}"\nfirst = {first}\nbecause = "of this test"\n{EVIDENCE}\n'
+
+    near, far = row("near", '["other"]'), row("far", '["fast", "other"]')
+    write(base, {"sm_80/arch": f"{EVIDENCE}\n{near}{far}"})
+    rows = preferences(Tables((base,)), "sm_80")
+    assert in_order(rows) == ("other", "fast")
+    assert placed(rows, ["new", "fast", "also"]) == ("fast", "also", "new")
+
+
+def test_an_overlay_puts_its_preferences_first(base, tmp_path):
+    write(base, {"any/arch": arch(prefer="all")})
+    mine = write(tmp_path / "mine", {"any/arch": arch(prefer="mine"), "sm_80/arch": arch()})
+    tables = Tables((base, mine))
+    assert preferred(tables, "sm_80") == ["sm_80/arch/default", "any/arch/mine", "any/arch/all"]
+    assert preferences(tables, "sm_80")[0].file.is_relative_to(mine)
+
+
+def test_an_overlay_adds_a_preference_and_leaves_the_rest_as_it_is(base, tmp_path):
+    text = arch(prefer="mine").partition("[[")
+    mine = write(tmp_path / "mine", {"sm_86/arch": "".join(text[1:])})
+    tables = Tables((base, mine))
+    assert preferred(tables, "sm_86")[0] == "sm_86/arch/mine"
+    assert tables.arch("sm_86") == Tables((base,)).arch("sm_86").model_copy(
+        update={"prefer": tables.arch("sm_86").prefer}
+    )
+
+
+def test_two_preferences_of_one_name(base):
+    write(base, {"sm_80/arch": arch() + "[[prefer]]" + arch().partition("[[prefer]]")[2]})
+    with pytest.raises(TableError, match=r"sm_80/arch.toml: prefer default: name .* stands twice"):
+        preferences(Tables((base,)), "sm_80")
 
 
 def test_an_overlay_describes_a_backend_and_an_architecture_of_its_own(base, tmp_path):

@@ -45,7 +45,7 @@ def option(name, values, when="", more=""):
 def arch(inherits=""):
     parent = f'inherits = "{inherits}"\n' if inherits else ""
     head = f'cards = ["a card"]\nbackends = []\n{parent}{EVIDENCE}\n'
-    return f'{head}[[order]]\nname = "default"\norder = ["fast"]\nbecause = "of this test"\n{EVIDENCE}\n'
+    return f'{head}[[prefer]]\nname = "default"\nfirst = ["fast"]\nbecause = "of this test"\n{EVIDENCE}\n'
 
 
 def tables(folder: Path, **files: str) -> Tables:

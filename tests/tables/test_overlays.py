@@ -123,9 +123,9 @@ ARCH = f"""
 cards = []
 backends = ["math"]
 {EVIDENCE}
-[[order]]
+[[prefer]]
 name = "default"
-order = ["math"]
+first = ["math"]
 because = "of this test"
 {EVIDENCE}
 """
