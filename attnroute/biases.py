@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnroute.errors import ArgumentError, argument_error
-from attnroute.masks.objects import checks
+from attnroute.masks import checks
 
 if TYPE_CHECKING:
     from torch import Tensor

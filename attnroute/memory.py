@@ -18,6 +18,8 @@ Value = TypeVar("Value")
 
 _DROPPED: Final = 8
 """A full memory drops one of so many entries at once, because finding them is a walk."""
+KEEPER: Final = "_keeper"
+"""The attribute in which an object holds what was made from it (`masks.kept`): not compared by `==`."""
 
 
 class _Entry(Generic[Value]):

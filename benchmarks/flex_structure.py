@@ -18,8 +18,7 @@ from attnroute.executors.flex import program
 from attnroute.executors.flex import run as flex
 from attnroute.executors.inputs import Inputs, Plan
 from attnroute.masks import Window
-from attnroute.masks.lowered.form import FULL, mods
-from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.lowered.form import FULL, Extent, mods
 
 LENGTH: Final = 16384
 PLAN: Final = Plan("flex", (), training=False, return_lse=False, device_type="cuda")

@@ -13,8 +13,7 @@ from torch import Tensor
 from attnroute import attention, biases, explain, masks
 from attnroute.executors.flex import run as flex
 from attnroute.executors.inputs import Inputs, Plan
-from attnroute.masks.lowered.form import FULL
-from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.lowered.form import FULL, Extent
 
 LENGTH: Final = 4096
 AT_A_TIME: Final = 4

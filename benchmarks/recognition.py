@@ -16,8 +16,8 @@ import torch
 from common import Run, environment, progress
 
 from attnroute import attention, masks, override
-from attnroute.masks.objects.nodes import Extent
-from attnroute.masks.recognition import look
+from attnroute.masks.lowered.form import Extent
+from attnroute.masks.recognition import summary
 
 SIZES = (
     (64, 64),
@@ -73,7 +73,7 @@ def measure(seqlen_q: int, seqlen_kv: int, device: str) -> dict[str, float]:
     extent = Extent(BATCH, HEADS, seqlen_q, seqlen_kv)
 
     def looked(mask: torch.Tensor) -> Run:
-        return lambda: look._look(mask, extent)  # noqa: SLF001 - the look itself, nothing being remembered
+        return lambda: summary._inspect(mask, extent)  # noqa: SLF001 - the reading itself, nothing being kept
 
     found = {f"look {kind}": milliseconds(looked(mask), device) for kind, mask in shown.items()}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

@@ -9,7 +9,7 @@ from support.mask_objects import combined
 from support.strategies import allowed_of, calls, readable_masks, small_call
 from support.strategies import combined as nested
 
-from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.lowered.form import Extent
 from attnroute.question.call import (
     AlibiBias,
     AnyNode,

@@ -137,13 +137,12 @@ PACKAGE = Path(attnroute.__file__).parent
 OWNED = {
     "executors/first_call.py": {"_LISTENERS"},
     "executors/launch.py": {"_LISTENERS"},
-    "integrations/transformers.py": {"_REGISTERED"},
+    "integrations/transformers/__init__.py": {"_REGISTERED"},
     "masks/lowered/mods.py": {"_CONSTANTS"},
-    "masks/tensors.py": {"_OF_TENSORS"},
     "probes/packages.py": {"_MARKED"},
 }
 """Containers of modules that are filled later and are no `Memory`: listeners, names that a user registers,
-eight numbers, what goes with its tensors, one entry per known distribution. Each has its bound in that."""
+eight numbers, one entry per known distribution. Each has its bound in that."""
 NAMES = {"backend", "dtype", "function", "name", "operator"}
 """Arguments that have a handful of values: a function of one of these may remember all of them."""
 

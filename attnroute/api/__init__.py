@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from attnroute.biases import Bias
     from attnroute.engine.decision import Decision
-    from attnroute.masks.objects.nodes import Mask
+    from attnroute.masks.objects.base import Mask
 
 __all__ = ["attention", "explain"]
 

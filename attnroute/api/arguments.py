@@ -12,10 +12,10 @@ from attnroute.api.transforms import active_transform, has_dispatch_mode, may_be
 from attnroute.api.validate import check_flags, instead
 from attnroute.errors import ArgumentError, argument_error
 from attnroute.masks import Dense, Mask
-from attnroute.masks.objects.checks import kind_of
-from attnroute.masks.objects.nodes import Extent
-from attnroute.masks.recognition.look import LOOK_THRESHOLD, look_into
-from attnroute.masks.tensors import tensor_key
+from attnroute.masks.checks import kind_of
+from attnroute.masks.layout import tensor_key
+from attnroute.masks.lowered.form import Extent
+from attnroute.masks.recognition.summary import INSPECT_THRESHOLD, inspect_mask
 from attnroute.masks.tracing import is_traced
 from attnroute.question.fits import LARGEST
 from attnroute.question.policy import Policy
@@ -169,9 +169,9 @@ def _seen(mask: Tensor, args: Arguments, policy: Policy) -> object:
     if args.query.dim() <= length_at or args.key.dim() <= length_at:
         return None
     seqlen_q, seqlen_kv = args.query.shape[length_at], args.key.shape[length_at]
-    if seqlen_q * seqlen_kv < LOOK_THRESHOLD:
+    if seqlen_q * seqlen_kv < INSPECT_THRESHOLD:
         return None
-    return look_into(mask, Extent(args.query.shape[0], 0, seqlen_q, seqlen_kv))
+    return inspect_mask(mask, Extent(args.query.shape[0], 0, seqlen_q, seqlen_kv))
 
 
 def _not_deterministic() -> ArgumentError:

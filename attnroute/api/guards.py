@@ -16,7 +16,7 @@ from attnroute.question.normalize import normalize
 
 if TYPE_CHECKING:
     from attnroute.engine.decision import Decision
-    from attnroute.masks.objects.nodes import Extent
+    from attnroute.masks.lowered.form import Extent
     from attnroute.question.call import Call
     from attnroute.tables.load import Tables
 

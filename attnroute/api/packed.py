@@ -9,11 +9,10 @@ from torch import Tensor
 
 from attnroute.api.validate import check_alignment, check_number_of_dims, check_window
 from attnroute.errors import argument_error
-from attnroute.masks.lowered.sequences import check_sums
-from attnroute.masks.objects.checks import is_number, strided
+from attnroute.masks.checks import is_number, sequence_sums, strided
+from attnroute.masks.kept import remember
 from attnroute.masks.objects.ragged import Ragged
-from attnroute.masks.tensors import is_wrapped, remember
-from attnroute.masks.tracing import is_traced
+from attnroute.masks.tracing import is_traced, is_wrapped
 from attnroute.question import fits
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def _longest(side: str, sums: Any, bound: Any, total: int) -> int:
 
 
 def _read(name: str, sums: Tensor, total: int) -> int:
-    check_sums(name, sums, total)
+    sequence_sums(name, sums, total)
     return int(sums.diff().max())
 
 

@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from attnroute.executors.prepare.apply import is_packed
 from attnroute.masks import All, Causal, Dense, Mask, Window
-from attnroute.masks.objects.nodes import Extent
-from attnroute.masks.recognition.look import dense_node
-from attnroute.masks.tensors import as_4d, is_aligned
+from attnroute.masks.layout import is_aligned
+from attnroute.masks.lowered.form import Extent, as_4d
+from attnroute.masks.recognition.summary import inspected_node
 from attnroute.masks.tracing import address, example, holds
 from attnroute.question.call import AlibiBias, Bias, Call, Context, DenseBias, FunctionBias, MaskNode, Strides
 from attnroute.vocabulary import HEAD_DIM_MULTIPLE
@@ -219,8 +219,8 @@ def _nodes(mask: Mask | None, extent: Extent, *, look: bool) -> tuple[MaskNode, 
         return ()
     nodes: list[MaskNode] = []
     for part in mask.nodes:
-        if isinstance(part, Dense):
-            nodes.append(dense_node(part.tensor, extent, look=look))
+        if look and isinstance(part, Dense):
+            nodes.append(inspected_node(part.tensor, extent))
         else:
             nodes.extend(part.describe(extent))
     return tuple(nodes)

@@ -18,11 +18,10 @@ from attnroute.executors.inputs import Inputs, Plan
 from attnroute.executors.prepare.apply import Run, run_repaired
 from attnroute.executors.registry import executor
 from attnroute.masks import Causal, Dense, Mask, Window
-from attnroute.masks.lowered.form import FULL, LoweredMask
-from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.kept import keeper_of
+from attnroute.masks.lowered.form import FULL, Extent, LoweredMask
 from attnroute.masks.objects.ragged import Ragged
-from attnroute.masks.recognition.look import look_into
-from attnroute.masks.tensors import keeper_of
+from attnroute.masks.recognition.summary import inspect_mask
 from attnroute.masks.tracing import is_exporting
 from attnroute.memory import Memory
 from attnroute.probes.torch_host import host_of
@@ -229,7 +228,7 @@ def _parts(mask: Mask | None, seen: bool, extent: Extent) -> tuple[Mask, ...]:
         return () if mask is None else mask.nodes
     parts: list[Mask] = []
     for part in mask.nodes:
-        found = look_into(part.tensor, extent) if isinstance(part, Dense) else None
+        found = inspect_mask(part.tensor, extent) if isinstance(part, Dense) else None
         parts.extend((part,) if found is None or found.masks is None else found.masks)
     return tuple(parts)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from attnroute.api import in_force
 from attnroute.biases import ALiBi, Bias, Dense, Softcap
 from attnroute.masks.flat import is_flat, put_together, take_apart
-from attnroute.masks.objects.nodes import Mask
+from attnroute.masks.objects.base import Mask
 
 Output = Tensor | tuple[Tensor, Tensor]
 _MASK, _BIAS, _SOFTCAP, _SLOPES = 3, 4, 9, 11

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from attnroute.biases import Bias
 from attnroute.errors import argument_error
-from attnroute.masks.objects import checks
-from attnroute.masks.objects.nodes import Mask
-from attnroute.masks.tensors import check_dense
+from attnroute.masks import checks
+from attnroute.masks.objects.base import Mask
 from attnroute.question import fits
 from attnroute.vocabulary import DTYPES
 
 if TYPE_CHECKING:
     from attnroute.api.question import Arguments
-    from attnroute.masks.objects.nodes import Extent
+    from attnroute.masks.lowered.form import Extent
 
 LAYOUTS = ("bhsd", "bshd", "thd")
 _SHAPES = {
@@ -213,7 +212,7 @@ def _check_mask(args: Arguments, extent: Extent) -> None:
     if mask.device != args.query.device:
         raise argument_error("mask", f"query's device ({args.query.device})", mask.device, "move it there")
     if mask.dtype == torch.bool:
-        check_dense("mask", mask, extent)
+        fits.broadcast("mask", tuple(mask.shape), extent, is_mask=True)
     else:
         _check_bias("mask", mask, args, extent)
 
@@ -242,7 +241,7 @@ def _check_bias(name: str, bias: Tensor, args: Arguments, extent: Extent) -> Non
     checks.strided(name, bias)
     if bias.device != args.query.device:
         raise argument_error(name, f"query's device ({args.query.device})", bias.device, "move it there")
-    check_dense(name, bias, extent)
+    fits.broadcast(name, tuple(bias.shape), extent, is_mask=False)
 
 
 def _check_vector(name: str, tensor: Tensor, args: Arguments, shapes: list[tuple[int, ...]]) -> None:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attnroute.masks.tensors import is_wrapped
+from attnroute.masks.tracing import is_wrapped
 
 _functorch = torch._C._functorch
 _LEVELS: Final = 64

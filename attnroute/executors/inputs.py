@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from attnroute.masks.kept import Keeper
 from attnroute.masks.lowered.form import FULL, LoweredMask
-from attnroute.masks.tensors import Keeper
 from attnroute.vocabulary import Repair
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

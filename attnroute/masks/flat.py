@@ -1,39 +1,28 @@
-"""Masks as a description without tensors, and the tensors: what a tracer can carry into its graph."""
+"""Turn mask objects into nested tuples and tensors, which torch.compile can put into a graph, and back."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import fields
+from typing import Any, Final
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from attnroute.masks.objects.nodes import Mask
+from attnroute.masks.objects.arbitrary import Dense
+from attnroute.masks.objects.bands import Causal, PrefixLM, Window
+from attnroute.masks.objects.base import All, Either, Not
+from attnroute.masks.objects.ragged import Ragged
+from attnroute.masks.objects.tokens import Documents, KeyPadding
 
 Spec = Any
 """A nested tuple of words and numbers; `("tensor", n)` stands for the n-th tensor."""
 
-FIELDS: Final[dict[str, tuple[str, ...]]] = {
-    "Causal": ("alignment",),
-    "Window": ("left", "right", "alignment"),
-    "Documents": ("lengths", "ids", "cu_seqlens", "position_ids"),
-    "KeyPadding": ("lengths", "left", "keep", "finite"),
-    "PrefixLM": ("lengths", "alignment"),
-    "Dense": ("tensor",),
-    "All": ("parts",),
-    "Either": ("parts",),
-    "Not": ("part",),
-    "Ragged": (
-        "cu_seqlens",
-        "cu_seqlens_kv",
-        "max_seqlen",
-        "max_seqlen_kv",
-        "left",
-        "right",
-        "alignment",
-    ),
+_CLASSES: Final = {
+    kind.__name__: kind
+    for kind in (All, Causal, Dense, Documents, Either, KeyPadding, Not, PrefixLM, Ragged, Window)
 }
-"""The masks that are made of numbers and tensors alone, with the arguments that make them."""
+"""The masks that are made of numbers, tensors and such masks alone. By name, as dynamo follows `is_flat`."""
+FIELDS: Final = {name: tuple(field.name for field in fields(kind)) for name, kind in _CLASSES.items()}
+"""The arguments that make them."""
 
 
 def is_flat(mask: object) -> bool:
@@ -66,12 +55,4 @@ def put_together(spec: Spec, tensors: list[Tensor]) -> Any:
         # A number that varies would be a number of the tracer's, where a mask has numbers of its own.
         return int(parts[0]) if type(parts[0]).__name__ == "SymInt" else parts[0]
     made = [put_together(part, tensors) for part in parts]
-    if kind == "tuple":
-        return tuple(made)
-    return _class(kind)(**dict(zip(FIELDS[kind], made, strict=True)))
-
-
-def _class(name: str) -> type[Mask]:
-    module = "attnroute.masks.objects.ragged" if name == "Ragged" else "attnroute.masks"
-    found: type[Mask] = getattr(import_module(module), name)
-    return found
+    return tuple(made) if kind == "tuple" else _CLASSES[kind](*made)

@@ -1,6 +1,6 @@
-"""What tells that a tensor is still the one that something was made from, and that nothing wrote into it.
+"""`Mark`: recognise a tensor that something was made from, as long as nothing wrote into it.
 
-A weak reference on a tensor would tell that it lives, but `torch.utils.swap_tensors` refuses tensors that
+A weak reference to a tensor would show that it lives, but `torch.utils.swap_tensors` refuses tensors that
 have one. So the reference goes to the storage behind the tensor, as long as that is its own: nothing but the
 tensor, and what it is a view of, has this memory at that time. A tensor that comes later with the same
 storage, place and version is then this one, or a view of the same.
@@ -47,8 +47,8 @@ class Mark:
         self._state = _state(tensor, base)
         self.place: Hashable = id(tensor) if storage is None else (storage._cdata, base is None)
         # When the interpreter ends, no name of this module may be needed.
-        told = None if ended is None else lambda _, ended=ended, place=self.place: ended(place)
-        self._alive: weakref.ref[Any] = weakref.ref(tensor if storage is None else storage, told)
+        callback = None if ended is None else lambda _, ended=ended, place=self.place: ended(place)
+        self._alive: weakref.ref[Any] = weakref.ref(tensor if storage is None else storage, callback)
 
     def fits(self, tensor: Tensor) -> bool:
         """Return whether this is that tensor, or a view of the same, and nothing wrote into it since."""

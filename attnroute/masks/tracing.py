@@ -1,4 +1,7 @@
-"""What a tracer holds in place of tensors and lengths."""
+"""Questions about tensors and lengths that torch.compile, torch.export, torch.vmap or a CUDA graph may hold.
+
+A tracer runs Python on fake tensors without values and on lengths that it leaves open.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import Parameter
 
+_peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+
 
 def is_traced(tensor: Tensor) -> bool:
     """Return whether a tracer holds this tensor: it has a shape, but no memory and no values.
 
     True for the tensors of torch.compile, torch.export, make_fx with fake tensors, and FakeTensorMode, and
-    for those on the device "meta", which are asked for nothing but shapes.
+    for those on the device "meta", which have nothing but shapes.
     """
     kind = type(tensor)
     if kind is Tensor or kind is Parameter:
@@ -31,13 +36,13 @@ def is_tracing() -> bool:
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export traces; before torch 2.7 nobody says so."""
-    asked = getattr(torch.compiler, "is_exporting", None)
-    return asked is not None and asked()
+    """Return whether torch.export traces; torch before 2.7 has no such question, and the answer is False."""
+    question = getattr(torch.compiler, "is_exporting", None)
+    return question is not None and question()
 
 
 def example(size: int | SymInt) -> int:
-    """Return a size as it is in the call that is traced, without telling the tracer that it was looked at."""
+    """Return a size as it is in the call that is traced, without a guard on it."""
     if not isinstance(size, SymInt):
         return size
     node: Any = size.node
@@ -67,3 +72,18 @@ def address(tensor: Tensor) -> int:
     if is_traced(tensor):
         return example(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr()
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Return whether a functorch transform holds this tensor, which then has no memory of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))  # type: ignore[attr-defined]
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Return whether a CUDA graph records: what it replays must be computed anew from the tensor then."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def is_transformed() -> bool:
+    """Return whether a functorch transform is around: torch.vmap, torch.func.grad and the like."""
+    return _peek_interpreter_stack() is not None

@@ -27,6 +27,7 @@ from attnroute.question.call import (
     PrefixNode,
     WindowNode,
 )
+from attnroute.vocabulary import Alignment
 
 Nodes = tuple[MaskNode, ...]
 NOBODY = NotNode(part=())
@@ -140,6 +141,20 @@ def prefix_as(node: PrefixNode, sizes: Sizes) -> Nodes:
     return causal if max(node.lengths) <= seen else (node,)
 
 
+def open_sides(
+    left: int | None, right: int | None, alignment: Alignment, sizes: Sizes
+) -> tuple[int | None, int | None]:
+    """Return the two sides of a window, None in place of one that rules nothing out at these lengths."""
+    if sizes.is_empty:
+        return None, None
+    last_q, last_kv = sizes.seqlen_q - 1, sizes.seqlen_kv - 1
+    far_left, far_right = (last_q, last_kv) if alignment == "top_left" else (last_kv, last_q)
+    return (
+        None if left is not None and left >= far_left else left,
+        None if right is not None and right >= far_right else right,
+    )
+
+
 def _sizes(call: Call) -> Sizes:
     varies = {"seqlen_q", "seqlen_kv"} & set(call.context.dynamic)
     return Sizes(call.batch, call.seqlen_q, call.seqlen_kv, static=not varies)
@@ -176,10 +191,7 @@ def _window(node: WindowNode, sizes: Sizes) -> Nodes:
     if sizes.static:
         if sizes.is_square:
             alignment = "top_left"
-        last_q, last_kv = sizes.seqlen_q - 1, sizes.seqlen_kv - 1
-        far_left, far_right = (last_q, last_kv) if alignment == "top_left" else (last_kv, last_q)
-        left = None if left is not None and left >= far_left else left
-        right = None if right is not None and right >= far_right else right
+        left, right = open_sides(left, right, alignment, sizes)
     if left is None and right is None:
         return ()
     if left is None and right == 0:

@@ -21,9 +21,8 @@ from attnroute.executors.chunked.functions import is_wide
 from attnroute.executors.chunked.run import chunked_attention
 from attnroute.executors.chunked.tile import Extras, Spec
 from attnroute.masks import Causal, Function, KeyPadding, PrefixLM
-from attnroute.masks.lowered.form import FULL, LoweredMask, MaskFunction
+from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, MaskFunction
 from attnroute.masks.lowered.region import Region, allowed
-from attnroute.masks.objects.nodes import Extent
 
 LENGTH = st.sampled_from([1, 2, 5, 17, 33])
 SIZES = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 4]), LENGTH, LENGTH)

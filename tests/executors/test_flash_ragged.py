@@ -20,8 +20,7 @@ from attnroute import masks
 from attnroute.engine.repairs import apply
 from attnroute.executors.aten import flash
 from attnroute.executors.inputs import Inputs, Plan
-from attnroute.masks.lowered.form import FULL
-from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.masks.objects.ragged import Ragged
 from attnroute.question.call import Call
 from attnroute.question.normalize import normalize

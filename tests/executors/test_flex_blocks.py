@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from attnroute import masks
 from attnroute.executors.flex import fa4
 from attnroute.executors.flex.program import blocked
-from attnroute.masks.tensors import keeper_of
+from attnroute.masks.kept import keeper_of
 
 __all__ = ["graphs"]
 

@@ -21,9 +21,8 @@ from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.prepare.pieces import BATCH, Cut, cut_mask, pieces
 from attnroute.executors.prepare.pieces import HEADS as OF_HEADS
 from attnroute.executors.registry import executor
-from attnroute.masks.lowered.form import FULL
-from attnroute.masks.objects.nodes import Extent
-from attnroute.masks.tensors import materialize
+from attnroute.masks.lowered.dense import materialize
+from attnroute.masks.lowered.form import FULL, Extent
 
 AXES = pytest.mark.parametrize("axis", [BATCH, OF_HEADS], ids=["batch", "heads"])
 

@@ -14,7 +14,7 @@ import attnroute
 from attnroute import masks
 from attnroute.executors.aten import flash_ragged
 from attnroute.executors.prepare import apply as repairs
-from attnroute.masks import tensors as mask_tensors
+from attnroute.masks import kept
 
 
 @pytest.fixture(autouse=True)
@@ -91,18 +91,18 @@ def test_a_large_mask_is_not_kept(builds, monkeypatch):
 
 
 def test_what_was_prepared_goes_with_its_mask():
-    before, seen = set(mask_tensors._OF_TENSORS), []
+    before, seen = set(kept._OF_TENSORS.values()), []
     mask = masks.KeyPadding(lengths=[6, 2])
     dense = torch.rand(6, 6) < 0.7
     for given in (mask, dense):
         attnroute.attention(*normal(), given)
-        keeper = mask_tensors.keeper_of(given)
-        seen += [weakref.ref(made) for made in keeper.things() if isinstance(made, torch.Tensor)]
+        keeper = kept.keeper_of(given)
+        seen += [weakref.ref(made) for made in keeper.values() if isinstance(made, torch.Tensor)]
     assert len(seen) >= 2
-    assert set(mask_tensors._OF_TENSORS) > before
+    assert set(kept._OF_TENSORS.values()) > before
     del mask, dense, given, keeper
     gc.collect()
-    assert set(mask_tensors._OF_TENSORS) <= before
+    assert set(kept._OF_TENSORS.values()) <= before
     assert [alive for alive in seen if alive() is not None] == []
 
 

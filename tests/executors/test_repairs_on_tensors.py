@@ -18,9 +18,8 @@ from attnroute.engine import repairs
 from attnroute.executors.prepare import apply as preparing
 from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.registry import executor
-from attnroute.masks.lowered.form import FULL
-from attnroute.masks.objects.nodes import Extent
-from attnroute.masks.tensors import is_aligned
+from attnroute.masks.layout import is_aligned
+from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.question.call import Call, DenseBias, DenseNode, Strides
 
 

@@ -7,7 +7,7 @@ import torch
 from support.transformers_models import PADDING, TOKENS, built, close, using
 from torch._dynamo.utils import counters
 
-from attnroute.integrations._transformers_mask import make_mask
+from attnroute.integrations.transformers.mask_interface import make_mask
 
 pytestmark = [
     pytest.mark.gpu,

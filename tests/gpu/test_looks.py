@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attnroute.masks import Causal, Documents, KeyPadding, PrefixLM, Window
-from attnroute.masks.objects.nodes import Extent
-from attnroute.masks.recognition import look
-from attnroute.masks.recognition.look import look_into
+from attnroute.masks.lowered.form import Extent
+from attnroute.masks.recognition import summary
+from attnroute.masks.recognition.summary import inspect_mask
 
 pytestmark = pytest.mark.gpu
 
@@ -37,16 +37,16 @@ def extent_of(mask):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mask_is_recognised_as_on_the_cpu(kind):
     mask = dense(kind)
-    assert look_into(mask, extent_of(mask)) == look_into(mask.cpu(), extent_of(mask))
-    assert look_into(mask, extent_of(mask)).recognized is not None
+    assert inspect_mask(mask, extent_of(mask)) == inspect_mask(mask.cpu(), extent_of(mask))
+    assert inspect_mask(mask, extent_of(mask)).recognized is not None
 
 
 def test_a_mask_read_in_pieces_is_read_to_its_end(monkeypatch):
-    monkeypatch.setattr(look, "_CHUNK", SEQLEN * 100)
+    monkeypatch.setattr(summary, "_CHUNK", SEQLEN * 100)
     mask = dense("causal")
-    assert look_into(mask, extent_of(mask)).recognized is not None
+    assert inspect_mask(mask, extent_of(mask)).recognized is not None
     mask[..., SEQLEN - 1, 500] = False
-    assert look_into(mask, extent_of(mask)).recognized is None
+    assert inspect_mask(mask, extent_of(mask)).recognized is None
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
@@ -56,7 +56,7 @@ def test_a_look_waits_once():
     try:
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
-            look_into(mask, extent_of(mask))
+            inspect_mask(mask, extent_of(mask))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([w for w in waits if "synchronizing" in str(w.message)]) == 1
@@ -66,7 +66,7 @@ def test_nothing_is_read_while_a_graph_records():
     mask = dense("causal")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        inside = look_into(mask, extent_of(mask))
+        inside = inspect_mask(mask, extent_of(mask))
         mask.logical_not()
     assert inside is None
-    assert look_into(mask, extent_of(mask)) is not None
+    assert inspect_mask(mask, extent_of(mask)) is not None

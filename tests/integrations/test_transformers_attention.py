@@ -12,10 +12,9 @@ from support.reference import attend
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnroute.errors import ArgumentError
-from attnroute.integrations import _transformers_mask
-from attnroute.integrations._transformers_attention import attention_function
-from attnroute.integrations._transformers_mask import make_mask
-from attnroute.integrations.transformers import register
+from attnroute.integrations.transformers import mask_interface, register
+from attnroute.integrations.transformers.attention import attention_function
+from attnroute.integrations.transformers.mask_interface import make_mask
 
 forward = attention_function(frozenset())
 
@@ -305,7 +304,7 @@ def test_old_versions_of_transformers_raise(monkeypatch):
     def sdpa_mask(batch_size, cache_position, kv_length):
         raise NotImplementedError
 
-    monkeypatch.setattr(_transformers_mask, "sdpa_mask", sdpa_mask)
+    monkeypatch.setattr(mask_interface, "sdpa_mask", sdpa_mask)
     with pytest.raises(ImportError, match=r"q_length and q_offset.*got 5"):
         register()
 

@@ -11,8 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import masking_utils
 
-from attnroute.integrations._transformers_carrier import CarriedMask
-from attnroute.integrations._transformers_mask import make_mask
+from attnroute.integrations.transformers.carried_mask import CarriedMask
+from attnroute.integrations.transformers.mask_interface import make_mask
 
 
 def causal(q_length=4, kv_length=6):
@@ -289,3 +289,14 @@ def test_the_mask_of_a_tracer_has_a_text(windowed):
     assert held.pattern is None
     assert torch.equal(held.dense(), windowed().dense())
     assert not hasattr(held, "nothing")
+
+
+def test_a_mask_whose_memory_numpy_has_counts_as_what_it_holds():
+    """Nobody is told of what is written through NumPy, so the pattern may be stale from then on."""
+    mask = causal()
+    block = mask[:, :, -1:]
+    array = mask.numpy()
+    assert (mask.pattern, block.pattern) == (None, None)
+    array[:] = False
+    assert not mask.dense().any()
+    assert not block.dense().any()

@@ -9,7 +9,7 @@ import torch
 import transformers
 from support.transformers_models import LENGTH, MODELS, PADDING, TOKENS, close, masks_of, using
 
-from attnroute.integrations._transformers_carrier import CarriedMask
+from attnroute.integrations.transformers.carried_mask import CarriedMask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning"),

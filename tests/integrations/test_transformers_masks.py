@@ -11,10 +11,10 @@ from support.transformers_models import MODELS, TINY, materialized, packed_funct
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import masking_utils as hf
 
-from attnroute.integrations._transformers_carrier import CarriedMask
-from attnroute.integrations._transformers_mask import make_mask
-from attnroute.integrations._transformers_pattern import Pattern
-from attnroute.integrations._transformers_reader import read
+from attnroute.integrations.transformers.carried_mask import CarriedMask
+from attnroute.integrations.transformers.mask_functions import read
+from attnroute.integrations.transformers.mask_interface import make_mask
+from attnroute.integrations.transformers.pattern import Pattern
 from attnroute.masks import Causal, Documents, KeyPadding, Window
 
 NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -269,21 +269,21 @@ def test_a_builder_that_changed_its_meaning_is_not_read(monkeypatch):
         return inner_mask
 
     monkeypatch.setattr(hf, "sliding_window_overlay", inclusive)
-    from attnroute.integrations import _transformers_reader as reader
+    from attnroute.integrations.transformers import mask_functions
 
-    reader._known.cache_clear()
+    mask_functions._known.cache_clear()
     try:
         assert read(inclusive(3)) is None
         assert read(hf.causal_mask_function).right == 0
     finally:
-        reader._known.cache_clear()
+        mask_functions._known.cache_clear()
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
 def test_functions_are_read_alike_under_a_mode(mode):
-    from attnroute.integrations import _transformers_reader as reader
+    from attnroute.integrations.transformers import mask_functions
 
-    reader._known.cache_clear()
+    mask_functions._known.cache_clear()
     with mode():
         assert read(hf.causal_mask_function).right == 0
         assert read(hf.sliding_window_causal_mask_function(3)).left == 2

@@ -20,7 +20,7 @@ from support.transformers_models import (
 )
 from transformers import DynamicCache, StaticCache
 
-from attnroute.integrations._transformers_carrier import CarriedMask
+from attnroute.integrations.transformers.carried_mask import CarriedMask
 
 # transformers renamed arguments and methods on the way; the old names work in every version that is
 # supported.

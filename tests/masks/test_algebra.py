@@ -13,9 +13,9 @@ from support.mask_objects import HEADS, KINDS, combined, simple
 from attnroute import masks
 from attnroute.api.routes import _simplified
 from attnroute.errors import ArgumentError
-from attnroute.masks.lowered.form import FULL, LoweredMask
-from attnroute.masks.objects.nodes import Extent, sizes_of
-from attnroute.masks.tensors import build
+from attnroute.masks.lowered.dense import build
+from attnroute.masks.lowered.form import FULL, Extent, LoweredMask
+from attnroute.masks.objects.base import sizes_of
 from attnroute.question.call import (
     AnyNode,
     CausalNode,

@@ -13,9 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from attnroute.masks import Blocks, Causal, Dense, Documents, KeyPadding, Window
 from attnroute.masks.lowered import mods
 from attnroute.masks.lowered.blocks import guess
-from attnroute.masks.lowered.form import FULL
+from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.masks.lowered.mods import CONSTANT_BANDS, Names, expression
-from attnroute.masks.objects.nodes import Extent
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,17 @@ import torch
 
 import attnroute
 from attnroute import masks
-from attnroute.masks import marks, tensors
-from attnroute.masks.objects.nodes import Extent
-from attnroute.masks.recognition import look
-from attnroute.masks.recognition.look import LOOK_THRESHOLD, LOOKS_KEPT, Seen, dense_node, look_into
+from attnroute.masks import kept, marks
+from attnroute.masks.layout import dense_node
+from attnroute.masks.lowered.form import Extent
+from attnroute.masks.recognition import summary
+from attnroute.masks.recognition.summary import (
+    INSPECT_THRESHOLD,
+    SUMMARIES_KEPT,
+    MaskSummary,
+    inspect_mask,
+    inspected_node,
+)
 from attnroute.question.call import CausalNode, KeyPaddingNode
 
 N = 300
@@ -29,7 +36,7 @@ def extent_of(tensor, batch=2):
 
 
 def seen(tensor):
-    found = look_into(tensor, extent_of(tensor))
+    found = inspect_mask(tensor, extent_of(tensor))
     return None if found is None else (found.empty_rows, found.recognized)
 
 
@@ -37,13 +44,13 @@ def seen(tensor):
 def looks(monkeypatch):
     """Count the looks."""
     counted = []
-    real = look._look
+    real = summary._inspect
 
     def count(tensor, extent):
         counted.append(tensor.shape)
         return real(tensor, extent)
 
-    monkeypatch.setattr(look, "_look", count)
+    monkeypatch.setattr(summary, "_inspect", count)
     return counted
 
 
@@ -79,7 +86,7 @@ def test_a_mask_changed_in_place_is_looked_at_again(looks):
 def test_another_batch_size_is_another_question(looks):
     mask = (masks.Causal() & masks.KeyPadding(left=[70])).materialize(N, N)
     for batch in (2, 3, 2):
-        found = look_into(mask, extent_of(mask, batch))
+        found = inspect_mask(mask, extent_of(mask, batch))
         assert found.recognized == (*CAUSAL, KeyPaddingNode(lengths=(230,) * batch, side="left"))
     assert len(looks) == 2
 
@@ -108,12 +115,12 @@ def test_a_buffer_changed_in_place_is_looked_at_again(looks):
 
 
 def test_views_without_end_are_not_all_kept(looks):
-    row = torch.ones(1, 1, 1, LOOK_THRESHOLD + 2 * LOOKS_KEPT, dtype=torch.bool)
-    for extra in range(LOOKS_KEPT + 2):
-        assert seen(row[..., : LOOK_THRESHOLD + extra]) == ("none", ())
-    kept = tensors.remember(row, "looks", dict)
-    assert 0 < len(kept) <= LOOKS_KEPT
-    assert len(looks) == LOOKS_KEPT + 2
+    row = torch.ones(1, 1, 1, INSPECT_THRESHOLD + 2 * SUMMARIES_KEPT, dtype=torch.bool)
+    for extra in range(SUMMARIES_KEPT + 2):
+        assert seen(row[..., : INSPECT_THRESHOLD + extra]) == ("none", ())
+    stored = kept.remember(row, "summaries", dict)
+    assert 0 < len(stored) <= SUMMARIES_KEPT
+    assert len(looks) == SUMMARIES_KEPT + 2
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "view"])
@@ -121,35 +128,35 @@ def test_a_freed_mask_leaves_nothing_behind(cut):
     mask = masks.Documents(ids=torch.arange(400) // 100).materialize(400, 400)[0, 0].clone()
     assert seen(mask[:N, :N] if cut else mask) is not None
     places, alive = marks.places_of(mask), weakref.ref(mask)
-    assert any(place in tensors._OF_TENSORS for place in places)
+    assert any(kept._OF_TENSORS.get(place) for place in places)
     del mask
     gc.collect()
     assert alive() is None
-    assert not any(place in tensors._OF_TENSORS for place in places)
+    assert not any(kept._OF_TENSORS.get(place) for place in places)
 
 
 @pytest.mark.parametrize("size", [(255, 257), (1, 65_535), (1, 1)])
 def test_a_small_mask_is_not_looked_at(looks, size):
-    assert size[0] * size[1] < LOOK_THRESHOLD
+    assert size[0] * size[1] < INSPECT_THRESHOLD
     assert seen(torch.ones(size, dtype=torch.bool)) is None
     assert looks == []
 
 
 @pytest.mark.parametrize("shape", [(), (N, 1), (1, 1, N, 1), (3, N, N), (200, N), (3, 1, N, N)])
 def test_a_mask_of_another_shape_is_not_looked_at(looks, shape):
-    assert look_into(torch.ones(shape, dtype=torch.bool), Extent(2, 3, N, N)) is None
+    assert inspect_mask(torch.ones(shape, dtype=torch.bool), Extent(2, 3, N, N)) is None
     assert looks == []
 
 
 @pytest.mark.parametrize("shape", [(N,), (1, N), (1, 1, 1, N), (2, 1, 1, N), (2, 3, N, N)])
 def test_a_mask_of_any_shape_that_says_which_keys_is_looked_at(looks, shape):
-    assert look_into(torch.ones(shape, dtype=torch.bool), Extent(2, 3, N, N)) == Seen("none", ())
+    assert inspect_mask(torch.ones(shape, dtype=torch.bool), Extent(2, 3, N, N)) == MaskSummary("none", ())
     assert len(looks) == 1
 
 
 def test_what_is_no_bool_tensor_is_not_looked_at(looks):
     for tensor in (torch.ones(N, N), torch.ones(N, N, dtype=torch.uint8), torch.ones(N, N).requires_grad_()):
-        assert look_into(tensor, extent_of(tensor)) is None
+        assert inspect_mask(tensor, extent_of(tensor)) is None
     assert looks == []
 
 
@@ -162,7 +169,7 @@ def test_a_mask_without_a_version_is_not_looked_at(looks):
 def test_a_mask_made_before_is_looked_at_in_inference_mode(looks):
     mask = (masks.Causal() & masks.Documents(ids=torch.arange(N) // 100)).materialize(N, N)
     with torch.inference_mode():
-        found = look_into(mask, extent_of(mask))
+        found = inspect_mask(mask, extent_of(mask))
     assert found.recognized is not None
     assert not any(t.is_inference() for part in found.masks for t in part.tensors)
 
@@ -184,7 +191,7 @@ def test_a_mask_inside_a_transform_is_not_looked_at(looks):
     found = []
 
     def look_inside(mask):
-        found.append(look_into(mask, Extent(1, 1, N, N)))
+        found.append(inspect_mask(mask, Extent(1, 1, N, N)))
         return mask
 
     torch.vmap(look_inside)(causal().repeat(2, 1, 1))
@@ -217,15 +224,15 @@ def test_the_environment_keeps_masks_closed(looks, environment):
 
 def test_the_data_of_a_mask_says_what_was_found():
     mask = torch.ones(N, N, dtype=torch.bool).tril(-1)
-    node = dense_node(mask, extent_of(mask), look=True)
+    node = inspected_node(mask, extent_of(mask))
     assert (node.empty_rows, node.recognized, node.shape, node.aligned) == ("some", None, (N, N), False)
-    assert dense_node(mask, extent_of(mask), look=False).empty_rows == "unknown"
+    assert dense_node(mask).empty_rows == "unknown"
 
 
 def test_masks_that_are_one_for_a_decision_are_equal():
     ids = [torch.arange(N) // torch.tensor([[step], [90]]) for step in (70, 80)]
     shown = [masks.Documents(ids=each).materialize(N, N, batch=2) for each in ids]
-    first, second = (look_into(mask, extent_of(mask)) for mask in shown)
+    first, second = (inspect_mask(mask, extent_of(mask)) for mask in shown)
     assert first == second
     assert hash(first) == hash(second)
     assert not torch.equal(first.masks[0].ids, second.masks[0].ids)

@@ -12,8 +12,8 @@ import torch
 
 import attnroute
 from attnroute import masks
+from attnroute.masks.kept import keeper_of, remember, remember_pair
 from attnroute.masks.marks import Mark
-from attnroute.masks.tensors import keeper_of, remember, remember_pair
 
 N = 300
 
@@ -192,7 +192,7 @@ def test_a_mask_does_not_keep_more_than_its_bound():
     mask = masks.KeyPadding(lengths=[3, 2])
     for length in range(3, 203):
         mask.materialize(1, length, batch=2)
-    assert len(keeper_of(mask).things()) <= 64
+    assert len(keeper_of(mask).values()) <= 64
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from attnroute import masks
-from attnroute.masks import tensors
-from attnroute.masks.lowered.form import FULL
-from attnroute.masks.objects.nodes import Extent
-from attnroute.masks.tensors import document_ids, key_keep
+from attnroute.masks import checks
+from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.question.call import (
     AnyNode,
     CausalNode,
@@ -136,44 +134,44 @@ def test_keys_are_equal_only_where_descriptions_are():
 def test_what_is_prepared_from_a_mask_is_made_once_and_again_when_a_tensor_changes():
     counts = torch.tensor([2, 3])
     mask, extent = masks.KeyPadding(lengths=counts), Extent(2, 1, 4, 4)
-    first = key_keep(mask, extent)
-    assert key_keep(mask, extent) is first
+    first = mask.lower(FULL, extent).key_keep
+    assert mask.lower(FULL, extent).key_keep is first
     counts[0] = 4
-    assert key_keep(mask, extent).tolist() == [[True] * 4, [True, True, True, False]]
+    assert mask.lower(FULL, extent).key_keep.tolist() == [[True] * 4, [True, True, True, False]]
     ids = torch.tensor([0, 0, 1, 1])
     documents = masks.Documents(ids=ids)
-    assert document_ids(documents, extent) is document_ids(documents, extent)
+    assert documents.lower(FULL, extent).document_ids_q is documents.lower(FULL, extent).document_ids_q
     ids[1] = 1
-    assert document_ids(documents, extent).tolist() == [[0, 1, 1, 1]]
+    assert documents.lower(FULL, extent).document_ids_q.tolist() == [[0, 1, 1, 1]]
 
 
 def test_what_inference_mode_prepares_first_can_be_trained_with_later():
     mask, extent = masks.KeyPadding(lengths=[2, 3]), Extent(2, 1, 4, 4)
     with torch.inference_mode():
-        kept = key_keep(mask, extent)
+        kept = mask.lower(FULL, extent).key_keep
     assert not kept.is_inference()
-    assert key_keep(mask, extent) is kept
+    assert mask.lower(FULL, extent).key_keep is kept
 
 
 def test_what_is_made_of_tensors_without_a_version_is_not_kept():
     with torch.inference_mode():
         mask = masks.KeyPadding(lengths=torch.tensor([2, 3]))
         extent = Extent(2, 1, 4, 4)
-        assert key_keep(mask, extent) is not key_keep(mask, extent)
+        assert mask.lower(FULL, extent).key_keep is not mask.lower(FULL, extent).key_keep
         mask.lengths[0] = 4
-        assert key_keep(mask, extent)[0].all()
+        assert mask.lower(FULL, extent).key_keep[0].all()
 
 
 def test_prefix_sums_on_a_device_are_made_to_cover_the_sequence_unread():
     """Nobody waits for the device to check them, and no kernel may read behind the end for it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors.checks, "prefix_sums", lambda *_: None)
+        patch.setattr(checks, "_rise", lambda *_: True)
         for sums in ([0, 3], [1, 4], [0, 3, 2, 4], [0, 9], [-5, 2, 4], [4, 0]):
             mask, extent = masks.Documents(cu_seqlens=torch.tensor(sums)), Extent(1, 1, 4, 4)
-            covering = tensors.cu_seqlens(mask, extent).tolist()
+            covering = mask.lower(FULL, extent).cu_seqlens.tolist()
             assert (covering[0], covering[-1], covering) == (0, 4, sorted(covering))
             # Both forms say the same documents: the one that holds bounds, and the one that holds ids.
-            ids = document_ids(mask, extent)[0].tolist()
+            ids = mask.lower(FULL, extent).document_ids_q[0].tolist()
             assert ids == [n for n, (a, b) in enumerate(pairwise(covering)) for _ in range(b - a)]
 
 

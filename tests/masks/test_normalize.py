@@ -10,8 +10,7 @@ from support.strategies import allowed_of, calls, combined, readable_masks, smal
 
 from attnroute import masks
 from attnroute.api.routes import _simplified
-from attnroute.masks.lowered.form import FULL
-from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.question.call import (
     AnyNode,
     CausalNode,

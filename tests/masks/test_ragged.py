@@ -14,8 +14,7 @@ from support.strategies import small_call
 from attnroute import masks
 from attnroute.errors import ArgumentError
 from attnroute.masks.lowered import sequences
-from attnroute.masks.lowered.form import FULL
-from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.masks.objects.ragged import Ragged
 from attnroute.question.call import CausalNode, DocumentsNode, WindowNode
 from attnroute.question.normalize import normalize
@@ -184,7 +183,7 @@ def test_inference_mode_leaves_no_tensor_that_training_cannot_use():
     ],
 )
 def test_sums_that_nobody_can_look_at_cover_the_tokens_all_the_same(wrong, covering):
-    assert sequences.clamped(torch.tensor(wrong), 7).tolist() == covering
+    assert sequences.covering(torch.tensor(wrong), 7).tolist() == covering
 
 
 SUMS = sums_of([2, 3])

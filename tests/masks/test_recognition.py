@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnroute.masks import All, Causal, Documents, KeyPadding, PrefixLM, Window
-from attnroute.masks.objects.nodes import Extent
-from attnroute.masks.recognition import look
+from attnroute.masks.lowered.form import Extent
+from attnroute.masks.recognition import summary
 from attnroute.masks.recognition.recognize import Rows, recognize
 from attnroute.question.call import CausalNode, DocumentsNode, KeyPaddingNode, PrefixNode, WindowNode
 
@@ -42,7 +42,7 @@ def formed(mask, form):
 
 def looked(mask, batch):
     """Look, whatever the size."""
-    return look._look(mask, Extent(batch, 3, mask.shape[-2], mask.shape[-1]))
+    return summary._inspect(mask, Extent(batch, 3, mask.shape[-2], mask.shape[-1]))
 
 
 def check(mask, batch):
@@ -275,7 +275,7 @@ def test_one_row_for_all_queries_is_padding(shape):
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[..., 30:200] = True
     extent = Extent(2, 3, N, 400)
-    seen = look._look(mask, extent)
+    seen = summary._inspect(mask, extent)
     assert seen.recognized == (
         KeyPaddingNode(lengths=(370, 370), side="left"),
         KeyPaddingNode(lengths=(200, 200)),
@@ -286,7 +286,9 @@ def test_one_row_for_all_queries_is_padding(shape):
 @pytest.mark.parametrize("seqlen_q", [1, N])
 def test_one_row_that_is_expanded_along_queries_is_read_once(seqlen_q, monkeypatch):
     read = []
-    monkeypatch.setattr(look, "_read", lambda m, real=look._read: read.append(tuple(m.shape)) or real(m))
+    monkeypatch.setattr(
+        summary, "_read", lambda m, real=summary._read: read.append(tuple(m.shape)) or real(m)
+    )
     mask = (torch.arange(400) < torch.tensor([[400], [200]]))[:, None, None].expand(2, 3, seqlen_q, 400)
     assert looked(mask, 2).recognized == (KeyPaddingNode(lengths=(400, 200)),)
     assert read == [(2, 1, 1, 400)]
@@ -323,11 +325,11 @@ def test_one_empty_row_is_seen(row):
 
 def test_a_mask_of_no_batch_row_is_looked_at_without_harm():
     mask = torch.ones(1, 1, N, N, dtype=torch.bool).expand(0, 1, N, N)
-    assert looked(mask, 0) == look.Seen("none", ())
+    assert looked(mask, 0) == summary.MaskSummary("none", ())
 
 
 def test_a_mask_read_in_several_pieces_is_read_to_its_end(monkeypatch):
-    monkeypatch.setattr(look, "_CHUNK", N * 7)
+    monkeypatch.setattr(summary, "_CHUNK", N * 7)
     causal = torch.ones(N, N, dtype=torch.bool).tril()
     assert looked(causal, 1).recognized == (CAUSAL,)
     causal[299, 150] = False
@@ -339,7 +341,7 @@ def test_rows_are_read_as_they_are(width):
     torch.manual_seed(width)
     mask = torch.rand(2, 3, 40, width) < torch.linspace(0, 1, 40)[:, None]
     mask[0, 0, 5], mask[1, 2, 7] = False, True
-    first, count, runs = look._read_rows(mask)
+    first, count, runs = summary._read_rows(mask)
     starts = torch.cat([mask[..., :1], mask[..., 1:] & ~mask[..., :-1]], -1)
     assert torch.equal(first.long(), mask.long().argmax(-1))
     assert torch.equal(count.long(), mask.sum(-1))

@@ -17,8 +17,7 @@ from attnroute import masks
 from attnroute.executors.inputs import Inputs, Plan
 from attnroute.executors.packages.request import Request
 from attnroute.executors.prepare.apply import run_repaired
-from attnroute.masks.lowered.form import FULL
-from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.masks.objects.ragged import Ragged
 
 HEADS = (4, 2)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from attnroute.masks import Causal, Dense, Documents, Function, KeyPadding, PrefixLM, Window
-from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.lowered.form import Extent
 
 ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from support.reference import attend
 
 from attnroute.executors.inputs import Inputs, Plan
-from attnroute.masks.lowered.form import FULL
-from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.lowered.form import FULL, Extent
 
 FORMS = st.sampled_from(["packed", "bshd", "row gap", "last stride", "shifted", "expanded"])
 

@@ -18,7 +18,7 @@ from attnroute.executors.gradients import fitted, watch
 from attnroute.executors.inputs import Inputs, Output, Plan
 from attnroute.executors.prepare.apply import empty_rows
 from attnroute.executors.prepare.sink import Grads, Ran, Wanted
-from attnroute.masks.tensors import as_4d
+from attnroute.masks.lowered.form import as_4d
 
 CAUSAL_BOTTOM_RIGHT: Final = 2
 """`custom_mask_type` of the operator: causal from the bottom-right corner."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnroute.executors.aten.flash_ragged import per_sequence, window_sizes
-from attnroute.masks.tensors import as_4d
+from attnroute.masks.lowered.form import as_4d
 
 if TYPE_CHECKING:
     from torch import Tensor

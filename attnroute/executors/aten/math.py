@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnroute.executors.inputs import Inputs, Output, Plan
-from attnroute.masks.tensors import as_4d
+from attnroute.masks.lowered.form import as_4d
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:

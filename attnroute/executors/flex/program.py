@@ -11,9 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from attnroute.masks.lowered.blocks import BLOCK, Guess, guess
+from attnroute.masks.lowered.form import Extent, as_4d
 from attnroute.masks.lowered.mods import EVERYBODY, Names, entry, expression
-from attnroute.masks.objects.nodes import Extent
-from attnroute.masks.tensors import as_4d
 from attnroute.masks.tracing import is_tracing
 
 if TYPE_CHECKING:

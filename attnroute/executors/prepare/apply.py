@@ -16,9 +16,8 @@ from attnroute.executors.inputs import Inputs, Output, Plan
 from attnroute.executors.prepare.pair import run_pair
 from attnroute.executors.prepare.pieces import BATCH, HEADS, pieces
 from attnroute.executors.prepare.sink import run_with_sink
-from attnroute.masks.lowered.form import LoweredMask
-from attnroute.masks.objects.nodes import Extent
-from attnroute.masks.tensors import additive, build
+from attnroute.masks.lowered.dense import additive, build
+from attnroute.masks.lowered.form import Extent, LoweredMask
 from attnroute.masks.tracing import address, holds, is_tracing
 from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE
 

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnroute.executors.inputs import Inputs
-from attnroute.masks.lowered.form import LoweredMask, MaskFunction
+from attnroute.masks.lowered.form import LoweredMask, MaskFunction, as_4d
 from attnroute.masks.lowered.mods import scalar
-from attnroute.masks.tensors import as_4d
 
 if TYPE_CHECKING:
     from torch import Tensor

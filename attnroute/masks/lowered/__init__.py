@@ -1,1 +1,1 @@
-"""The one form that every mask becomes before a kernel sees it."""
+"""The lowered mask, which executors read: its form, what makes it of tensors, and what evaluates it."""

@@ -1,7 +1,7 @@
-"""Which blocks of a mask hold something, and which everything: what a block-sparse kernel visits.
+"""Find which blocks of a mask allow something, and which everything: what a block-sparse kernel visits.
 
-Two bool matrices over blocks of queries and keys say it: `some` is True where a block may hold an allowed
-pair and `every` where all its pairs are surely allowed. Both are safe guesses, as a kernel asks the mask
+The result is two bool matrices over blocks of queries and keys: `some` is True where a block may allow a
+pair and `every` where all its pairs are surely allowed. Both are safe guesses, as a kernel evaluates the mask
 inside every block that is not `every`; bands, documents and key rows are guessed from their ends alone, so
 that nothing of size seqlen_q * seqlen_kv is made.
 """
@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnroute.masks.lowered.form import FULL, LoweredMask, MaskFunction
+from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, MaskFunction
 from attnroute.masks.lowered.region import Region, allowed, block_matrices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attnroute.masks.objects.nodes import Extent
-
 REGION_ELEMENTS: Final = 2**26
-"""Most elements of a predicate or dense mask that are looked at together: 64 MiB of bools."""
+"""Most elements of a predicate or dense mask that are evaluated together: 64 MiB of bools."""
 BLOCK: Final = (128, 128)
 """Queries and keys of a block: FlexAttention's default."""
 
@@ -92,13 +90,13 @@ def _parts(lowered: LoweredMask, grid: Grid) -> Iterator[Guess]:
     if lowered.key_keep is not None:
         yield _key_rows(lowered.key_keep, grid)
     if lowered.dense is not None:
-        yield _looked_at(replace(FULL, dense=lowered.dense), grid, tuple(lowered.dense.shape[:2]))
+        yield _evaluated(replace(FULL, dense=lowered.dense), grid, tuple(lowered.dense.shape[:2]))
     for alternatives in lowered.either:
         yield _disjunction([_guess(part, grid) for part in alternatives])
     for part in lowered.exclude:
         yield ~_guess(part, grid)
     for function in lowered.functions:
-        yield _looked_at(replace(FULL, functions=(function,)), grid, _function_shape(function, grid))
+        yield _evaluated(replace(FULL, functions=(function,)), grid, _function_shape(function, grid))
     for block_mask in lowered.sparse:
         yield _sparse(block_mask, grid)
 
@@ -159,7 +157,7 @@ def _function_shape(function: MaskFunction, grid: Grid) -> tuple[int, int]:
     return batch if function.per_batch else 1, heads if function.per_head else 1
 
 
-def _looked_at(part: LoweredMask, grid: Grid, leading: tuple[int, ...]) -> Guess:
+def _evaluated(part: LoweredMask, grid: Grid, leading: tuple[int, ...]) -> Guess:
     """Evaluate every pair, a bounded region at a time."""
     blocks_q, blocks_kv = grid.shape
     some = torch.empty((*leading, blocks_q, blocks_kv), dtype=torch.bool, device=grid.extent.device)
@@ -204,10 +202,10 @@ def _reduced(pairs: Tensor, region: Region, grid: Grid) -> tuple[Tensor, Tensor]
 
 
 def _sparse(block_mask: object, grid: Grid) -> Guess:
-    """A BlockMask of the same blocks says it itself; blocks of another size are looked at."""
+    """A BlockMask of the same blocks has the answer; one of other blocks is evaluated."""
     partial, full = block_matrices(block_mask)
     if tuple(block_mask.BLOCK_SIZE) != (grid.size_q, grid.size_kv):  # type: ignore[attr-defined]
-        return _looked_at(replace(FULL, sparse=(block_mask,)), grid, tuple(partial.shape[:2]))
+        return _evaluated(replace(FULL, sparse=(block_mask,)), grid, tuple(partial.shape[:2]))
     blocks_q, blocks_kv = grid.shape
     partial, full = partial[..., :blocks_q, :blocks_kv], full[..., :blocks_q, :blocks_kv]
     return Guess(partial | full, full)

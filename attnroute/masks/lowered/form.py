@@ -1,13 +1,13 @@
-"""The form in which executors receive a mask: a band, key rows, documents and dense tensors.
+"""`LoweredMask`, the form in which executors receive a mask: a band, key flags, documents, a dense tensor.
 
-A conjunction of mask nodes lowers to one `LoweredMask`. Executors read only this form, so that each
-node is understood in one place (`attnroute.masks.lower`) and not once per backend.
+Every mask object lowers to it, so that each object is understood once and not once per backend. Two lowered
+masks intersect to one. Importing this module loads no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +15,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PaddingSide: TypeAlias = Literal["left", "right"]
+_Changes: TypeAlias = dict[str, Any]
+_DIMS: Final = 4
+
+
+class Extent(NamedTuple):
+    """The sizes a mask is read at: batch size, query heads, lengths; and the device of its tensors."""
+
+    batch: int
+    num_heads_q: int
+    seqlen_q: int
+    seqlen_kv: int
+    device: Any = None
+
+    @property
+    def is_empty(self) -> bool:
+        """There is no pair of a query and a key, and so nothing to mask."""
+        return 0 in (self.seqlen_q, self.seqlen_kv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +54,8 @@ class LoweredMask:
     """Who may attend: query i may attend key j if and only if every stated part allows it.
 
     Attributes:
-        band_lo: Smallest allowed ``j - i``; None leaves that side open. A sliding window that looks
-            ``left`` keys back has ``band_lo = offset - left``.
+        band_lo: Smallest allowed ``j - i``; None leaves that side open. A sliding window of
+            ``left`` keys before the diagonal has ``band_lo = offset - left``.
         band_hi: Largest allowed ``j - i``; None leaves that side open. Causal attention aligned at
             the top left has ``band_hi = 0``, at the bottom right ``seqlen_kv - seqlen_q``.
         key_keep: Bool tensor (batch or 1, seqlen_kv), True where the key may be attended.
@@ -90,7 +107,7 @@ class LoweredMask:
 
     @property
     def is_band_only(self) -> bool:
-        """True when the band alone says everything (causal, window, or nothing at all)."""
+        """True when there is nothing but a band (causal, window, or nothing at all)."""
         tensors = (self.key_keep, self.document_ids_q, self.dense, self.diagonal)
         return all(t is None for t in tensors) and not self.is_programmed
 
@@ -101,3 +118,94 @@ class LoweredMask:
 
 
 FULL = LoweredMask()
+NOBODY = LoweredMask(exclude=(FULL,))
+"""The mask that allows nothing: everything is excluded."""
+
+
+def intersect(into: LoweredMask, part: LoweredMask) -> LoweredMask:
+    """Return a lowered mask that allows what both allow.
+
+    A lowered mask has one band, one diagonal and one set of documents. The second band of another diagonal
+    and the second set of documents become disjunctions of one alternative, which mean the same.
+    """
+    if into is FULL or part is FULL:
+        return part if into is FULL else into
+    band, documents = _band(into, part), _documents(into, part)
+    alone = (*band.pop("either", ()), *documents.pop("either", ()))
+    return replace(
+        into,
+        **band,
+        **documents,
+        **_keys(into, part),
+        dense=_both(into.dense, part.dense),
+        either=into.either + alone + part.either,
+        exclude=into.exclude + part.exclude,
+        functions=into.functions + part.functions,
+        sparse=into.sparse + part.sparse,
+    )
+
+
+def as_4d(tensor: Tensor) -> Tensor:
+    """Return a 0-, 1-, 2- or 4-D tensor with leading dimensions of size 1 added up to four."""
+    return tensor if tensor.dim() == _DIMS else tensor[(None,) * (_DIMS - tensor.dim())]
+
+
+def _band(into: LoweredMask, part: LoweredMask) -> _Changes:
+    if part.band_lo is None and part.band_hi is None:
+        return {}
+    if into.band_lo is None and into.band_hi is None:
+        return {"band_lo": part.band_lo, "band_hi": part.band_hi, "diagonal": part.diagonal}
+    if into.diagonal is not part.diagonal:
+        band = LoweredMask(band_lo=part.band_lo, band_hi=part.band_hi, diagonal=part.diagonal)
+        return {"either": ((band,),)}
+    lows = [n for n in (into.band_lo, part.band_lo) if n is not None]
+    highs = [n for n in (into.band_hi, part.band_hi) if n is not None]
+    return {"band_lo": max(lows, default=None), "band_hi": min(highs, default=None)}
+
+
+def _documents(into: LoweredMask, part: LoweredMask) -> _Changes:
+    if part.document_ids_q is None or _same_documents(into, part):
+        return {}
+    documents = {
+        "document_ids_q": part.document_ids_q,
+        "document_ids_kv": part.document_ids_kv,
+        "document_bounds": part.document_bounds,
+        "cu_seqlens": part.cu_seqlens,
+        "max_seqlen": part.max_seqlen,
+        "cu_seqlens_kv": part.cu_seqlens_kv,
+        "max_seqlen_kv": part.max_seqlen_kv,
+    }
+    if into.document_ids_q is None:
+        return documents
+    return {"either": ((LoweredMask(**documents),),)}  # type: ignore[arg-type]
+
+
+def _keys(into: LoweredMask, part: LoweredMask) -> _Changes:
+    """Padding at one side stays countable beside padding at the same side: the fewer keys exist."""
+    if part.key_keep is None:
+        return {}
+    counts, side = part.key_counts, part.padding_side
+    if into.key_keep is not None:
+        alike = side is not None and side == into.padding_side
+        counts = _fewer(into.key_counts, counts) if alike else None
+    keep = _both(into.key_keep, part.key_keep)
+    return {"key_keep": keep, "key_counts": counts, "padding_side": None if counts is None else side}
+
+
+def _fewer(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None or one is other:
+        return None if other is None else one
+    return one.minimum(other)
+
+
+def _same_documents(one: LoweredMask, other: LoweredMask) -> bool:
+    if one.document_bounds is not None and other.document_bounds is not None:
+        # A document without tokens is no other document.
+        return set(one.document_bounds) == set(other.document_bounds)
+    return one.document_ids_q is other.document_ids_q and one.document_ids_kv is other.document_ids_kv
+
+
+def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None or one is other:
+        return other if one is None else one
+    return one & other

@@ -1,4 +1,4 @@
-"""A lowered mask as an expression over single indices, the language that FlexAttention compiles.
+"""Write a lowered mask as an expression over single indices, from which FlexAttention's mask_mod is made.
 
 The expression is Python text over the indices `b`, `h`, `i`, `j` and over names of tensors and functions.
 Masks with the same text are compiled once: what differs between them stands in the tensors. Only bands are
@@ -35,7 +35,7 @@ _CONSTANTS: set[int] = set()
 
 @dataclass(slots=True)
 class Names:
-    """The tensors and functions that an expression speaks of, named in the order in which they came.
+    """The tensors and functions that an expression names, named in the order in which they came.
 
     Attributes:
         prefix: Starts every name.
@@ -199,12 +199,12 @@ def _any_of(alternatives: tuple[LoweredMask, ...], names: Names, device: torch.d
 
 
 def _in_blocks(block_mask: Any, names: Names) -> str:
-    """A BlockMask among other parts: its blocks are asked for each pair."""
+    """Look up each pair in the blocks of a BlockMask that stands among other parts."""
     size_q, size_kv = block_mask.BLOCK_SIZE
     partial, full = block_matrices(block_mask)
     fixed = tuple(place for place in (0, 1) if full.shape[place] == 1)
     indices = [index for place, index in enumerate("bh") if place not in fixed]
     at = f"[{', '.join([*indices, f'i // {size_q}', f'j // {size_kv}'])}]"
     in_full, in_partial = (names.squeeze(t, fixed) if fixed else names.tensor(t) for t in (full, partial))
-    asked = f"{names.function(block_mask.mask_mod)}(b, h, i, j)"
-    return f"{in_full}{at} | ({in_partial}{at} & {asked})"
+    inside = f"{names.function(block_mask.mask_mod)}(b, h, i, j)"
+    return f"{in_full}{at} | ({in_partial}{at} & {inside})"

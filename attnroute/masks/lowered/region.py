@@ -11,8 +11,7 @@ from attnroute.errors import argument_error
 from attnroute.masks.lowered.pointwise import evaluate
 
 if TYPE_CHECKING:
-    from attnroute.masks.lowered.form import LoweredMask, MaskFunction
-    from attnroute.masks.objects.nodes import Extent
+    from attnroute.masks.lowered.form import Extent, LoweredMask, MaskFunction
 
 
 class Region(NamedTuple):

@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnroute.errors import argument_error
-from attnroute.masks.objects.checks import is_readable
-from attnroute.masks.tensors import remember, remember_pair
+from attnroute.masks import checks
+from attnroute.masks.kept import remember, remember_pair
 
 if TYPE_CHECKING:
     from attnroute.masks.lowered.form import PaddingSide
-    from attnroute.masks.objects.nodes import Extent
-    from attnroute.masks.objects.tokens import KeyPadding
     from attnroute.vocabulary import Alignment
 
 
@@ -44,28 +41,8 @@ class Rows(NamedTuple):
     used_kv: Tensor | None = None
 
 
-def check_sums(name: str, sums: Tensor, total: int) -> None:
-    """Raise unless sums rise from 0 to a number of tokens; those on a device are not looked at."""
-    if torch.compiler.is_compiling() or not is_readable(sums):
-        return
-    values = sums.tolist()
-    if values != sorted(values) or (values[0], values[-1]) != (0, total):
-        required = f"prefix sums that rise from 0 to the {total} tokens there are"
-        raise argument_error(name, required, values, "pass 0 and then the end of each sequence")
-
-
-def check_longest(name: str, bound: int | None, sums: Tensor) -> None:
-    """Raise where a sequence of sums on the CPU is longer than a bound that was given."""
-    if bound is None or torch.compiler.is_compiling() or not is_readable(sums):
-        return
-    longest = int(sums.diff().max())
-    if bound < longest:
-        to_do = "correct it, or leave it out"
-        raise argument_error(name, f"at least the longest sequence ({longest})", bound, to_do)
-
-
 def tokens(name: str, sums: Tensor, total: int, device: Any) -> Tokens:
-    """Return the sequences that prefix sums say, made once per tensor.
+    """Return the sequences that prefix sums describe, made once per tensor.
 
     Args:
         name: What an error calls the tensor.
@@ -78,26 +55,26 @@ def tokens(name: str, sums: Tensor, total: int, device: Any) -> Tokens:
     """
 
     def make() -> Tokens:
-        check_sums(name, sums, total)
-        covering = clamped(sums.to(device), total)
-        places = torch.arange(total, dtype=torch.int32, device=covering.device)
-        ids = torch.searchsorted(covering[1:], places, right=True, out_int32=True)
-        return Tokens(covering, ids[None])
+        checks.sequence_sums(name, sums, total)
+        found = covering(sums.to(device), total)
+        places = torch.arange(total, dtype=torch.int32, device=found.device)
+        ids = torch.searchsorted(found[1:], places, right=True, out_int32=True)
+        return Tokens(found, ids[None])
 
     return remember(sums, ("ragged", total, device), make)
 
 
-def clamped(sums: Tensor, total: int) -> Tensor:
+def covering(sums: Tensor, total: int) -> Tensor:
     """Return int32 prefix sums that cover all tokens and nothing else, whatever the values are.
 
     A device is not waited for: there the first sequence starts with the first token and the last one ends
     with the last, so that a kernel reads nothing behind them and writes every row.
     """
-    covering = sums.to(torch.int64).clamp(0, total).cummax(0).values
+    rising = sums.to(torch.int64).clamp(0, total).cummax(0).values
     # Written with fill_, because an assignment of numbers waits for a CUDA device.
-    covering[:1].fill_(0)
-    covering[-1:].fill_(total)
-    return covering.to(torch.int32)
+    rising[:1].fill_(0)
+    rising[-1:].fill_(total)
+    return rising.to(torch.int32)
 
 
 def diagonal(queries: Tokens, keys: Tokens, alignment: Alignment) -> Tensor:
@@ -113,21 +90,6 @@ def diagonal(queries: Tokens, keys: Tokens, alignment: Alignment) -> Tensor:
         return places + shift.index_select(0, queries.ids[0])
 
     return remember_pair(queries.sums, keys.sums, ("diagonal", alignment), make)
-
-
-def key_counts(node: KeyPadding, extent: Extent) -> Tensor | None:
-    """Return how many keys each row has, int32 (batch,), made once per node; None where they are flags."""
-    given = node.lengths if node.left is None else node.left
-    if given is None:
-        return None
-
-    def make() -> Tensor:
-        # Eight bits cannot hold the bounds.
-        counts = torch.as_tensor(given, device=extent.device).to(torch.int64)
-        counts = counts.clamp(0, extent.seqlen_kv).to(torch.int32)
-        return counts if node.left is None else extent.seqlen_kv - counts
-
-    return remember(node, ("key_counts", extent.seqlen_kv, extent.device), make)
 
 
 def padded(counts: Tensor, side: PaddingSide, seqlen_q: int, seqlen_kv: int) -> Rows:

@@ -1,4 +1,4 @@
-"""Masks that say anything: a dense tensor, a predicate, blocks."""
+"""Masks of any pattern: a dense tensor, a predicate over indices, a BlockMask of torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from attnroute.masks.lowered.form import LoweredMask, MaskFunction
-from attnroute.masks.lowered.meet import meet
-from attnroute.masks.objects import checks
+from attnroute.masks import checks
+from attnroute.masks.lowered.form import Extent, LoweredMask, MaskFunction, as_4d, intersect
 from attnroute.masks.objects.bands import Causal
+from attnroute.masks.objects.base import Mask
 from attnroute.masks.objects.captures import captured_tensors
-from attnroute.masks.objects.nodes import Extent, Mask
+from attnroute.question import fits
 from attnroute.question.call import FunctionNode, MaskNode
 
 if TYPE_CHECKING:
@@ -43,28 +43,24 @@ class Dense(Mask):
         return (self.tensor,)
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
-        """Return the dense node without looking into the tensor."""
-        from attnroute.masks.recognition.look import dense_node
+        """Return the dense node without reading the tensor's values."""
+        from attnroute.masks.layout import dense_node
 
-        return (dense_node(self.tensor, extent, look=False),)
+        return (dense_node(self.tensor),)
 
     def key(self) -> object:
         """Return what the description depends on."""
-        from attnroute.masks.tensors import tensor_key
+        from attnroute.masks.layout import tensor_key
 
         return ("dense", *tensor_key(self.tensor))
 
     def check(self, extent: Extent) -> None:
-        """The tensor must be bool and broadcast."""
-        from attnroute.masks.tensors import check_dense
-
-        check_dense("mask", self.tensor, extent)
+        """The tensor must broadcast in one way only."""
+        fits.broadcast("mask", tuple(self.tensor.shape), extent, is_mask=True)
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add the tensor."""
-        from attnroute.masks.tensors import as_4d
-
-        return into if extent.is_empty else meet(into, LoweredMask(dense=as_4d(self.tensor)))
+        return into if extent.is_empty else intersect(into, LoweredMask(dense=as_4d(self.tensor)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -163,7 +159,7 @@ class Blocks(Mask):
 
 
 def from_torch(mask: object) -> Mask | None:
-    """Return the mask object that says the same as one of torch's own, None for anything else.
+    """Return the mask object that equals one of torch's own mask objects, None for anything else.
 
     Args:
         mask: A BlockMask of ``torch.nn.attention.flex_attention`` becomes `Blocks`; a CausalBias of

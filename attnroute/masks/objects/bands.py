@@ -1,4 +1,4 @@
-"""Masks around the diagonal: causal, sliding window, prefix."""
+"""Masks around the diagonal: `Causal`, `Window` (sliding window), `PrefixLM`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from attnroute.errors import argument_error
-from attnroute.masks.lowered.form import FULL, LoweredMask
-from attnroute.masks.lowered.meet import meet, narrowed
-from attnroute.masks.objects import checks
-from attnroute.masks.objects.nodes import Extent, Lengths, Mask, prepared, sizes_of
+from attnroute.masks import checks
+from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, intersect
+from attnroute.masks.objects.base import Lengths, Mask, prepared, sizes_of
 from attnroute.question.call import CausalNode, MaskNode, PrefixNode, WindowNode
 from attnroute.question.normalize import prefix_as
 
@@ -47,21 +46,20 @@ class Causal(Mask):
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Close the band above the diagonal."""
-        checks.one_diagonal("Causal", into)
-        return narrowed(into, None, _offset(self.alignment, extent))
+        return _within_band("Causal", into, None, _offset(self.alignment, extent))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Window(Mask):
     """A sliding window: query i may attend key j only if i + offset - left <= j <= i + offset + right.
 
-    Both counts leave out the key on the diagonal. A configuration that says ``sliding_window = W`` counts it,
+    Both counts leave out the key on the diagonal. A configuration with ``sliding_window = W`` counts it,
     so it means ``left = W - 1``: `Window(4095)` for ``sliding_window = 4096``.
 
     Args:
         left: How many keys before the diagonal may be attended; None = all.
         right: How many keys after the diagonal; None = all. 0 makes the window causal.
-        alignment: Where the diagonal starts, as in `Causal`, which also says what offset is.
+        alignment: Where the diagonal starts, as in `Causal`, which also defines offset.
 
     Raises:
         ArgumentError: A count is no integer of at least 0, or the alignment is another word.
@@ -94,11 +92,10 @@ class Window(Mask):
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Narrow the band from both sides."""
-        checks.one_diagonal("Window", into)
         offset = _offset(self.alignment, extent)
         low = None if self.left is None else offset - self.left
         high = None if self.right is None else offset + self.right
-        return narrowed(into, low, high)
+        return _within_band("Window", into, low, high)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -132,7 +129,7 @@ class PrefixLM(Mask):
         return (self.lengths,) if checks.is_tensor(self.lengths) else ()
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
-        """Return the prefix node; counts only where no device needs to be asked."""
+        """Return the prefix node; counts only where that needs no wait for a device."""
         return (self._node(),)
 
     def _node(self) -> PrefixNode:
@@ -150,18 +147,32 @@ class PrefixLM(Mask):
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add a disjunction of causal and the prefix keys; causal alone where the prefix adds nothing."""
-        checks.one_diagonal("PrefixLM", into)
-        return meet(into, prepared(self, extent, lambda: self._lowered(extent)))
+        _check_one_diagonal("PrefixLM", into)
+        return intersect(into, prepared(self, extent, lambda: self._lowered(extent)))
 
     def _lowered(self, extent: Extent) -> LoweredMask:
-        from attnroute.masks.tensors import prefix_keep
+        from attnroute.masks.lowered.padding import first_keys
 
-        said = prefix_as(self._node(), sizes_of(extent))
+        simple = prefix_as(self._node(), sizes_of(extent))
         causal = LoweredMask(band_hi=_offset(self.alignment, extent))
-        if not said or isinstance(said[0], CausalNode):
-            return causal if said else FULL
-        return LoweredMask(either=((causal, LoweredMask(key_keep=prefix_keep(self, extent))),))
+        if not simple or isinstance(simple[0], CausalNode):
+            return causal if simple else FULL
+        return LoweredMask(either=((causal, LoweredMask(key_keep=first_keys(self.lengths, extent))),))
 
 
 def _offset(alignment: str, extent: Extent) -> int:
     return extent.seqlen_kv - extent.seqlen_q if alignment == "bottom_right" else 0
+
+
+def _within_band(name: str, into: LoweredMask, low: int | None, high: int | None) -> LoweredMask:
+    """Return a lowered mask whose band is also limited by ``low <= j - i <= high``; None limits nothing."""
+    _check_one_diagonal(name, into)
+    return intersect(into, LoweredMask(band_lo=low, band_hi=high))
+
+
+def _check_one_diagonal(name: str, into: LoweredMask) -> None:
+    """A band has one diagonal: it cannot stand beside documents that have one each."""
+    if into.diagonal is not None or into.cu_seqlens_kv is not None:
+        required = "documents whose queries and keys have the same lengths beside it"
+        to_do = "pass is_causal or window, which mean the diagonal of each document"
+        raise argument_error(f"mask {name}", required, "a ragged batch of other lengths", to_do)

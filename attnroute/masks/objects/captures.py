@@ -1,4 +1,4 @@
-"""Which tensors a function reads, so that what was prepared from it is made anew when one of them changes."""
+"""Find the tensors that a function reads, so that what was made from it is made anew when one changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import (
 )
 from typing import TYPE_CHECKING, Any, Final
 
-from attnroute.masks.objects.checks import is_tensor
+from attnroute.masks.checks import is_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ def captured_tensors(function: object) -> tuple[Tensor, ...]:
 
     Searched are closures, defaults, `functools.partial`, the function's object where it is a method or can be
     called, functions that it calls, and globals; of objects and modules only the attributes that the code
-    names. A tensor that is reached in another way (a computed attribute name, say) is not found.
+    names. A tensor that is reached in another way (a computed attribute name, for one) is not found.
 
     Args:
         function: Anything that can be called; other values read nothing.

@@ -1,4 +1,4 @@
-"""What mask objects are compared and printed by: numbers by value, tensors and functions as themselves."""
+"""Compare and print the fields of mask objects: numbers by value, tensors and functions by identity."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Hashable
 from types import MethodType
 from typing import Final
 
-from attnroute.masks.objects.checks import is_tensor
+from attnroute.masks.checks import is_tensor
 
-KEEPER: Final = "_keeper"
-"""The attribute of mask objects that holds what was prepared from them, which is no part of what they are."""
 SHOWN: Final = 8
 """Numbers of a tuple that are printed; a thousand document lengths would bury the rest of a line."""
 
@@ -39,8 +37,8 @@ def identity(value: object) -> Hashable:
     return Same(value) if callable(value) or not isinstance(value, Hashable) else value
 
 
-def said(value: object) -> str:
-    """Say a field of a mask: dtype and shape of a tensor, the name of a function, the value of all else."""
+def format_field(value: object) -> str:
+    """Return a field of a mask as text: a tensor's dtype and shape, a function's name, all else by value."""
     if is_tensor(value):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, tuple) and len(value) > SHOWN:

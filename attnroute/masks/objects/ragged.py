@@ -1,4 +1,4 @@
-"""The mask of a ragged batch (layout thd): sequences of any lengths behind each other, in one batch row."""
+"""`Ragged`, the mask of layout thd: sequences of any lengths behind each other, in one batch row."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attnroute.errors import argument_error
-from attnroute.masks.lowered.form import LoweredMask
-from attnroute.masks.objects import checks
-from attnroute.masks.objects.nodes import Extent, Mask
+from attnroute.masks import checks
+from attnroute.masks.lowered.form import Extent, LoweredMask
+from attnroute.masks.objects.base import Mask, sizes_of
 from attnroute.question.call import CausalNode, DocumentsNode, MaskNode, WindowNode
+from attnroute.question.normalize import open_sides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,9 +89,7 @@ class Ragged(Mask):
         return ("ragged", sequences, self.cross, self.left, self.right, self.alignment)
 
     def check(self, extent: Extent) -> None:
-        """Sums on the CPU must rise to the lengths there are, and no sequence be longer than was said."""
-        from attnroute.masks.lowered.sequences import check_longest, check_sums
-
+        """Sums on the CPU must rise to the lengths there are, and no sequence be longer than its bound."""
         if extent.batch != 1:
             raise argument_error("mask Ragged", "one batch row", extent.batch, 'use layout "thd"')
         if not self.cross and extent.seqlen_q != extent.seqlen_kv:
@@ -99,16 +98,16 @@ class Ragged(Mask):
             raise argument_error("cu_seqlens_q", "as many queries as keys without cu_seqlens_kv", got, to_do)
         queries = self.cu_seqlens
         keys = queries if self.cu_seqlens_kv is None else self.cu_seqlens_kv
-        check_sums("cu_seqlens_q", queries, extent.seqlen_q)
-        check_sums("cu_seqlens_kv", keys, extent.seqlen_kv)
-        check_longest("max_seqlen_q", self.max_seqlen, queries)
-        check_longest("max_seqlen_kv", self.max_seqlen_kv, keys)
+        checks.sequence_sums("cu_seqlens_q", queries, extent.seqlen_q)
+        checks.sequence_sums("cu_seqlens_kv", keys, extent.seqlen_kv)
+        checks.longest("max_seqlen_q", self.max_seqlen, queries)
+        checks.longest("max_seqlen_kv", self.max_seqlen_kv, keys)
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add the sequences, and the band of each.
 
         Raises:
-            ArgumentError: A causal or window mask was added before, which says nothing about sequences.
+            ArgumentError: A causal or window mask was added before, which does not know of sequences.
         """
         from attnroute.masks.lowered import sequences
 
@@ -120,7 +119,8 @@ class Ragged(Mask):
         if self.cross and self.cu_seqlens_kv is not None:
             keys = sequences.tokens("cu_seqlens_kv", self.cu_seqlens_kv, extent.seqlen_kv, extent.device)
             longest_kv = self.max_seqlen_kv or extent.seqlen_kv
-        left, right = self._band(extent)
+        # As the decision does: a kernel without bands must not meet one that rules nothing out.
+        left, right = open_sides(self.left, self.right, self.alignment, sizes_of(extent))
         band = left is not None or right is not None
         return replace(
             into,
@@ -134,15 +134,6 @@ class Ragged(Mask):
             max_seqlen_kv=longest_kv,
             diagonal=sequences.diagonal(queries, keys, self.alignment) if band and self.cross else None,
         )
-
-    def _band(self, extent: Extent) -> tuple[int | None, int | None]:
-        """Open the sides that rule nothing out at these totals, as `masks.normalize` does."""
-        last = (extent.seqlen_q - 1, extent.seqlen_kv - 1)
-        if min(last) < 0:
-            return None, None
-        far_left, far_right = last if self.alignment == "top_left" else last[::-1]
-        left = None if self.left is None or self.left >= far_left else self.left
-        return left, None if self.right is None or self.right >= far_right else self.right
 
 
 def _check_count(name: str, value: object, to_do: str) -> None:

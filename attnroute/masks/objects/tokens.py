@@ -1,22 +1,18 @@
-"""Masks that tokens carry: packed documents, key padding."""
+"""Masks of packed documents and of padded batches: `Documents`, `KeyPadding`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from attnroute.errors import argument_error
-from attnroute.masks.lowered.form import FULL, LoweredMask
-from attnroute.masks.lowered.meet import meet
-from attnroute.masks.objects import checks
-from attnroute.masks.objects.nodes import Extent, Lengths, Mask, allows_all, prepared
+from attnroute.masks import checks
+from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, intersect
+from attnroute.masks.objects.base import Lengths, Mask, allows_all, prepared
 from attnroute.question.call import DocumentsNode, KeyPaddingNode, MaskNode
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from attnroute.masks.lowered.form import PaddingSide
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,20 +56,20 @@ class Documents(Mask):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensor that says the documents, if one does."""
+        """The tensor that defines the documents, if one does."""
         return tuple(t for t in (self.ids, self.cu_seqlens, self.position_ids) if t is not None)
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
-        """Return the documents node; lengths only where no device needs to be asked."""
+        """Return the documents node; lengths only where that needs no wait for a device."""
         return (DocumentsNode(lengths=self.lengths, contiguous=self._has_bounds()),)
 
     def _has_bounds(self) -> bool:
         """Whether `lower` will know where documents end, as kernels for ragged batches must."""
         if self.position_ids is None:
             return self.ids is None
-        from attnroute.masks.lowered.positions import is_readable
+        from attnroute.masks.lowered.documents import positions_are_readable
 
-        return is_readable(self.position_ids)
+        return positions_are_readable(self.position_ids)
 
     def key(self) -> object:
         """Return what the description depends on."""
@@ -85,39 +81,26 @@ class Documents(Mask):
         """Documents need as many queries as keys, and lengths that fill them."""
         per_token = {"ids": self.ids, "position_ids": self.position_ids}
         checks.documents(self.lengths, per_token, extent)
-        if self.cu_seqlens is not None and checks.is_readable(self.cu_seqlens):
-            checks.prefix_sums(self.cu_seqlens, extent.seqlen_kv)
+        if self.cu_seqlens is not None:
+            checks.document_sums(self.cu_seqlens, extent.seqlen_kv)
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add one id per token, and the bounds where they are known."""
-        if self.position_ids is not None:
-            from attnroute.masks.lowered.positions import lowered
-
-            return into if extent.is_empty else meet(into, lowered(self.position_ids, extent))
-        return meet(into, prepared(self, extent, lambda: self._lowered(extent)))
+        return intersect(into, prepared(self, extent, lambda: self._lowered(extent)))
 
     def _lowered(self, extent: Extent) -> LoweredMask:
-        from attnroute.masks.tensors import cu_seqlens, document_ids
+        from attnroute.masks.lowered import documents
 
         if allows_all(self, extent):
             return FULL
-        ids, bounds = document_ids(self, extent), self._bounds()
-        longest = max((stop - start for start, stop in pairwise(bounds or ())), default=0)
-        return LoweredMask(
-            document_ids_q=ids,
-            document_ids_kv=ids,
-            document_bounds=bounds,
-            cu_seqlens=cu_seqlens(self, extent),
-            max_seqlen=extent.seqlen_kv if bounds is None else longest,
-        )
-
-    def _bounds(self) -> tuple[int, ...] | None:
-        """Return where documents start and end, as far as no device needs to be asked."""
         if self.lengths is not None:
-            return tuple(accumulate(self.lengths, initial=0))
-        if self.cu_seqlens is None or not checks.is_readable(self.cu_seqlens):
-            return None
-        return tuple(self.cu_seqlens.tolist())
+            return documents.of_lengths(self.lengths, extent)
+        if self.ids is not None:
+            return documents.of_ids(self.ids, extent)
+        if self.cu_seqlens is not None:
+            return documents.of_sums(self.cu_seqlens, extent)
+        assert self.position_ids is not None
+        return documents.of_positions(self.position_ids, extent)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -166,7 +149,7 @@ class KeyPadding(Mask):
         return tuple(t for t in (self.lengths, self.left, self.keep) if checks.is_tensor(t))
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
-        """Return the key padding node; counts only where no device needs to be asked."""
+        """Return the key padding node; counts only where that needs no wait for a device."""
         if isinstance(self.lengths, tuple):
             return (KeyPaddingNode(lengths=self.lengths, side="right", finite=self.finite),)
         if isinstance(self.left, tuple):
@@ -186,14 +169,16 @@ class KeyPadding(Mask):
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add which keys exist, and how many where they lie side by side."""
-        return meet(into, prepared(self, extent, lambda: self._lowered(extent)))
+        return intersect(into, prepared(self, extent, lambda: self._lowered(extent)))
 
     def _lowered(self, extent: Extent) -> LoweredMask:
-        from attnroute.masks.lowered.sequences import key_counts
-        from attnroute.masks.tensors import key_keep
+        from attnroute.masks.lowered import padding
 
         if allows_all(self, extent):
             return FULL
-        counts = key_counts(self, extent)
-        side: PaddingSide | None = None if counts is None else "right" if self.left is None else "left"
-        return LoweredMask(key_keep=key_keep(self, extent), key_counts=counts, padding_side=side)
+        if self.lengths is not None:
+            return padding.right(self.lengths, extent)
+        if self.left is not None:
+            return padding.left(self.left, extent)
+        assert self.keep is not None
+        return padding.flags(self.keep, extent)

@@ -1,1 +1,1 @@
-"""Dense masks that say the same as a structured one."""
+"""Recognise dense masks that equal a mask object."""

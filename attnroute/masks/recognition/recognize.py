@@ -1,4 +1,4 @@
-"""Say as mask objects what the rows of a dense mask say, where the keys of every query are one run.
+"""Find the mask objects that allow the same as a dense mask, where the keys of every query are one run.
 
 Causal, window, padding, prefix and documents each allow one run of keys per query, and a conjunction allows
 where the runs meet. So a mask is read as the first and the last key of each query, candidates are built from
@@ -19,7 +19,7 @@ from attnroute.masks.objects.bands import Causal, PrefixLM, Window
 from attnroute.masks.objects.tokens import Documents, KeyPadding
 
 if TYPE_CHECKING:
-    from attnroute.masks.objects.nodes import Mask
+    from attnroute.masks.objects.base import Mask
     from attnroute.vocabulary import Alignment
 
 
@@ -74,7 +74,7 @@ class _Candidate(NamedTuple):
         first, last = torch.maximum(self.first, other.first), torch.minimum(self.last, other.last)
         return _Candidate((*self.masks, *other.masks), first, last)
 
-    def says(self, rows: Rows) -> bool:
+    def matches(self, rows: Rows) -> bool:
         same = (self.first == rows.first) & (self.last == rows.last)
         return bool(torch.where(rows.filled, same, self.first > self.last).all())
 
@@ -88,7 +88,7 @@ def recognize(rows: Rows) -> tuple[Mask, ...] | None:
     usual = _usual(rows)
     if usual is not None:
         return usual
-    return next((candidate.masks for candidate in _candidates(rows) if candidate.says(rows)), None)
+    return next((candidate.masks for candidate in _candidates(rows) if candidate.matches(rows)), None)
 
 
 def _usual(rows: Rows) -> tuple[Mask, ...] | None:
@@ -159,14 +159,14 @@ def _banded(rows: Rows, context: _Candidate) -> Iterator[_Candidate]:
 def _offsets(rows: Rows, edge: Tensor, limit: Tensor) -> tuple[int | None, ...]:
     """Return the only distance from the query to its edge key that a band can have, () where they differ.
 
-    Edges at the limits of the context tell nothing: with no other one, that side is open.
+    Edges at the limits of the context do not count: with no other one, that side is open.
     """
     if edge.shape[1] < rows.seqlen_q:
         return (None,)
-    seen = (edge - rows.queries)[rows.filled & (edge != limit)]
-    if not seen.numel():
+    offsets = (edge - rows.queries)[rows.filled & (edge != limit)]
+    if not offsets.numel():
         return (None,)
-    low, high = (int(n) for n in torch.aminmax(seen))
+    low, high = (int(n) for n in torch.aminmax(offsets))
     return (low,) if low == high else ()
 
 
@@ -203,9 +203,9 @@ def _prefixes(rows: Rows, context: _Candidate) -> Iterator[_Candidate]:
 
 
 def _documents(rows: Rows) -> _Candidate | None:
-    """Return the smallest documents that no query looks out of, None where that is one.
+    """Return the smallest documents outside of which no query has a key, None where that is one.
 
-    If documents with a band and padding say the mask, then so do these with the same band and padding: they
+    If documents with a band and padding make the mask, then so do these with the same band and padding: they
     lie within those, and no query has a key outside of them.
     """
     if rows.seqlen_q != rows.seqlen_kv:
@@ -217,7 +217,7 @@ def _documents(rows: Rows) -> _Candidate | None:
     starts[:, 1:] = (reached < tokens[1:]) & (needed >= tokens[1:])
     ends = torch.ones_like(starts)
     ends[:, :-1] = starts[:, 1:]
-    # Tokens that neither look nor are looked at, one after the other, are one document of padding.
+    # Successive tokens that neither attend nor are attended are one document of padding.
     unused = starts & ends & ~rows.filled
     starts[:, 1:] &= ~(unused[:, 1:] & unused[:, :-1])
     ends[:, :-1] = starts[:, 1:]

@@ -1,4 +1,4 @@
-"""The attention function that transformers' attention modules call."""
+"""The function that transformers' attention modules call: it passes their arguments to `attention()`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from attnroute.api import attention
 from attnroute.errors import argument_error
-from attnroute.integrations._transformers_carrier import CarriedMask
-from attnroute.integrations._transformers_models import refuse_eager_only
-from attnroute.integrations._transformers_packed import with_cu_seqlens
-from attnroute.masks import Causal, Mask, Window
+from attnroute.integrations.transformers.call_mask import call_mask
+from attnroute.integrations.transformers.models import refuse_eager_only
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]
 
 HARMLESS = frozenset(
     {
-        # What a model says about positions is in query, key and mask already.
+        # Positions are in query, key and mask already.
         "position_ids",
         "position_embeddings",
         "cache_position",
@@ -37,12 +34,12 @@ HARMLESS = frozenset(
         "return_dict",
         "logits_to_keep",
         "num_items_in_batch",
-        # Documents for recurrent layers; attention is told by position_ids or cu_seq_lens_q.
+        # Documents for recurrent layers; attention gets them by position_ids or cu_seq_lens_q.
         "seq_idx",
         # Upper bounds of lengths, beside cu_seq_lens_q.
         "max_length_q",
         "max_length_k",
-        # Modules call the function with theirs, a wish for other kernels that changes no result.
+        # Options of FlexAttention's kernels, which change no result.
         "kernel_options",
     }
 )
@@ -114,7 +111,7 @@ def _attend(
     dropout_p: float,
 ) -> Tensor:
     bias: Tensor | None = kwargs.get("position_bias")
-    mask, (start, stop) = _mask(query, key, given, is_causal, kwargs)
+    mask, (start, stop) = call_mask(query, key, given, is_causal, kwargs)
     if (start, stop) != (0, key.shape[2]):
         key, value = key[:, :, start:stop], value[:, :, start:stop]
         bias = bias[..., start:stop] if bias is not None and bias.shape[-1] > 1 else bias
@@ -133,67 +130,3 @@ def _attend(
         dropout_p=dropout_p,
         deterministic=kwargs.get("deterministic") or None,
     )
-
-
-def _mask(
-    query: Tensor, key: Tensor, given: Tensor | None, is_causal: bool, kwargs: Mapping[str, Any]
-) -> tuple[Mask | Tensor | None, tuple[int, int]]:
-    """Return the mask, and which keys it is for."""
-    window: int | None = kwargs.get("sliding_window")
-    keys = (0, key.shape[2])
-    mask: Mask | Tensor | None = given
-    pattern = None
-    if isinstance(given, CarriedMask) and is_compiling():
-        # What the object says is not known to a graph; its tensors are, and the dense mask is made of them.
-        mask = given & True
-    elif isinstance(given, CarriedMask):
-        pattern = given.pattern
-        mask, keys = _carried(given, query, key, window)
-    elif given is None:
-        mask = _unsaid(query.shape[2], key.shape[2], is_causal, window)
-    sums = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
-    if sums != (None, None):
-        mask = with_cu_seqlens(mask, pattern, *sums, query, key)
-    return mask, keys
-
-
-def _carried(
-    given: CarriedMask, query: Tensor, key: Tensor, window: int | None
-) -> tuple[Mask | Tensor, tuple[int, int]]:
-    pattern, whole = given.pattern, (0, key.shape[2])
-    if pattern is None:
-        return given.dense(), whole
-    lengths = (query.shape[2], key.shape[2])
-    if lengths != (pattern.q_length, pattern.kv_length):
-        raise argument_error(
-            "attention_mask",
-            f"{lengths[0]} queries and {lengths[1]} keys, as query and key have",
-            f"one for {pattern.q_length} and {pattern.kv_length}",
-            "make the mask for the lengths of this layer",
-        )
-    if window is not None:
-        pattern = pattern.with_window(window)
-    if pattern.mask is None:
-        return given.dense(), whole
-    return pattern.mask, pattern.keys
-
-
-def _unsaid(seqlen_q: int, seqlen_kv: int, is_causal: bool, window: int | None) -> Mask | None:
-    """Return what the module means where it passes no mask; never a guess about an alignment."""
-    if seqlen_q == 1 or not is_causal:
-        if window is not None and seqlen_kv > window:
-            raise argument_error(
-                "attention_mask",
-                f"a mask with the sliding window of {window}, beyond which {seqlen_kv} keys reach",
-                None,
-                "make it with transformers' masking_utils",
-            )
-        return None
-    if seqlen_q != seqlen_kv:
-        raise argument_error(
-            "attention_mask",
-            "a mask for causal attention with as many queries as keys excepted",
-            f"None with {seqlen_q} queries and {seqlen_kv} keys",
-            "make it with transformers' masking_utils, or pass is_causal=False",
-        )
-    return Causal() if window is None else Window(window - 1, 0)

@@ -1,8 +1,8 @@
-"""What a mask function of transformers says, read from what it is, not from what it gives on samples.
+"""Read a mask function of transformers: a band, packed documents, or nothing that is known for certain.
 
-transformers hands its mask builders' results on as plain Python functions. The known builders are told by
-their code, their parameters stand in their closures. Everything else is not read, and the caller makes a
-dense mask.
+transformers passes its mask builders' results on as plain Python functions. The functions of known builders
+are recognised by their code object, and their parameters are in their closures. Everything else is not read,
+and the caller makes a dense mask.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Reading:
 
 
 def read(function: object) -> Reading | None:
-    """Return what a mask function says, or None where that is not known for certain."""
+    """Return the band and documents of a mask function, or None where they are not known for certain."""
     if not isinstance(function, FunctionType):
         return None
     reader = _known().get(function.__code__)
@@ -56,13 +56,13 @@ def _closure(function: FunctionType) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _known() -> dict[CodeType, Reader]:
-    """The builders of the installed transformers that say what they are known to say."""
+    """The builders of the installed transformers whose functions still mean what they are known to mean."""
     # A mode around the first call, a tracer's for one, would answer with tensors of its own.
     with _disable_current_modes(), torch.device("cpu"):
-        return _tried()
+        return _verified()
 
 
-def _tried() -> dict[CodeType, Reader]:
+def _verified() -> dict[CodeType, Reader]:
     known: dict[CodeType, Reader] = {}
     bands: tuple[tuple[str, tuple[int, ...], Reader, Reading], ...] = (
         ("causal_mask_function", (), lambda _: _CAUSAL, _CAUSAL),
@@ -78,7 +78,7 @@ def _tried() -> dict[CodeType, Reader]:
     for name, parameters, reader, expected in bands:
         builder = getattr(masking_utils, name, None)
         function = builder(*parameters) if builder is not None and parameters else builder
-        if function is not None and _says(function, expected):
+        if function is not None and _means(function, expected):
             known[function.__code__] = reader
     for name, arguments, reader in _combinators():
         builder = getattr(masking_utils, name, None)
@@ -97,18 +97,18 @@ def _combinators() -> tuple[tuple[str, tuple[Any, ...], Reader], ...]:
     )
 
 
-def _says(function: MaskFunction, expected: Reading) -> bool:
+def _means(function: MaskFunction, expected: Reading) -> bool:
     """Whether a function still means what it did: a window counted otherwise shows on a small square."""
     index = torch.arange(_SAMPLE)
     zero = torch.zeros((), dtype=torch.int64)
     found = function(zero, zero, index[:, None], index[None, :])
     distance = index[None, :] - index[:, None]
-    wanted = torch.ones(_SAMPLE, _SAMPLE, dtype=torch.bool)
+    expected_pairs = torch.ones(_SAMPLE, _SAMPLE, dtype=torch.bool)
     if expected.left is not None:
-        wanted &= distance >= -expected.left
+        expected_pairs &= distance >= -expected.left
     if expected.right is not None:
-        wanted &= distance <= expected.right
-    return torch.equal(found.expand_as(wanted), wanted)
+        expected_pairs &= distance <= expected.right
+    return torch.equal(found.expand_as(expected_pairs), expected_pairs)
 
 
 _CAUSAL = Reading(right=0)

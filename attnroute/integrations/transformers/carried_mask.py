@@ -1,14 +1,14 @@
-"""A tensor that transformers can hand around as a mask while it stays an object.
+"""`CarriedMask`: a tensor subclass that transformers passes around as a mask and that keeps its pattern.
 
-transformers and its models expect a mask to be a 4-D tensor: they look at its shape, move it to other
+transformers and its models expect a mask to be a 4-D tensor: they read its shape, move it to other
 devices, cut rows or columns out, sometimes compute with it. A `CarriedMask` has the shape, dtype and device
 of the dense mask and no memory of its own. Cutting contiguous blocks, moving and copying give another carried
 mask; any other operation works on the dense mask, made when it is first needed.
 
-Whoever holds tensors below Python's functions (torch.compile, torch.export, torch.vmap) sees the dense mask,
-too. Such a tracer takes the mask apart by `__tensor_flatten__` into plain tensors that say the pattern, and
-what it computes with the mask is computed, by `__torch_dispatch__`, from the dense mask that they make. All
-masks have the same few tensors and no constants, so that what was compiled for one step holds for the next.
+Code below Python's functions (torch.compile, torch.export, torch.vmap) gets the dense mask, too. Such a
+tracer takes the mask apart by `__tensor_flatten__` into plain tensors that hold the pattern, and what it
+computes with the mask is computed, by `__torch_dispatch__`, from the dense mask that they make. All masks
+have the same few tensors and no constants, so that what was compiled for one step holds for the next.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from attnroute.integrations._transformers_pattern import allowed_pairs
+from attnroute.integrations.transformers.pattern import allowed_pairs
+from attnroute.masks.marks import Mark, is_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attnroute.integrations._transformers_pattern import Pattern
+    from attnroute.integrations.transformers.pattern import Pattern
 
 _DIMS = 4
-# What the form alone says; everything that is not listed works on the dense mask.
+# What shape, dtype and device alone answer; everything that is not listed works on the dense mask.
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_cuda")
 _METHODS = ("dim", "size", "numel", "element_size", "is_floating_point", "is_complex", "__len__")
 _METADATA = {getattr(Tensor, name) for name in _METHODS}
@@ -50,14 +51,16 @@ class CarriedMask(Tensor):
     Attributes:
         known: The pattern as it was when the mask was made; `pattern` is what holds now. None in the hands of
             a tracer, which has `parts` alone.
-        made: The dense mask and its version when it was made, once something needed it.
+        made: The dense mask, once something needed it.
+        mark: Of the dense mask when it was made; None for a block, which has the memory of its source.
         source: The carried mask and the index that this one is a block of: a view, as of any tensor.
-        parts: The pattern as plain tensors, once a tracer asked for them: offset, left and right, keep, and
+        parts: The pattern as plain tensors, once a tracer needs them: offset, left and right, keep, and
             ids where there are documents. "written" alone for a mask that somebody wrote into before.
     """
 
     known: Pattern | None
-    made: tuple[Tensor, int] | None
+    made: Tensor | None
+    mark: Mark | None
     source: tuple[CarriedMask, Any] | None
     parts: dict[str, Tensor] | None
 
@@ -76,12 +79,12 @@ class CarriedMask(Tensor):
 
     @property
     def pattern(self) -> Pattern | None:
-        """The pattern, or None after somebody wrote into the mask: then only `dense` says who may attend."""
-        if self.source is not None and self.source[0].pattern is None:
-            return None
-        if self.made is not None and self.made[0]._version != self.made[1]:
-            return None
-        return self.known
+        """The pattern, or None after somebody wrote into the mask or took its memory; then `dense` counts."""
+        if self.source is not None:
+            return None if self.source[0].pattern is None else self.known
+        if self.made is None or self.mark is None:
+            return self.known
+        return self.known if self.mark.fits(self.made) and is_private(self.made) else None
 
     def dense(self) -> Tensor:
         """Return the mask as a plain bool tensor; always the same one, so that writes into it are kept."""
@@ -89,17 +92,13 @@ class CarriedMask(Tensor):
             return _of_parts(self)
         if self.made is None:
             with _kept_for_good():
-                self.made = self._make(self.known)
-        return self.made[0]
-
-    def _make(self, known: Pattern) -> tuple[Tensor, int]:
-        if self.source is None:
-            made = known.dense(self.device)
-            return made, made._version
-        whole, index = self.source
-        made = whole.dense()[index]
-        assert whole.made is not None
-        return made, whole.made[1]
+                if self.source is None:
+                    self.made = self.known.dense(self.device)
+                    self.mark = Mark(self.made)
+                else:
+                    whole, index = self.source
+                    self.made = whole.dense()[index]
+        return self.made
 
     def __getattr__(self, name: str) -> Tensor:
         """Return one of `parts`, by which a tracer asks for them."""
@@ -134,7 +133,7 @@ class CarriedMask(Tensor):
             return f"CarriedMask(shape={tuple(self.shape)})"
 
     def _stable_hash_for_caching(self) -> str:
-        """Return what tells the graphs of this mask from those of others, for torch's cache on disk."""
+        """Return what distinguishes the graphs of this mask from others, for torch's cache on disk."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as below
             parts = {name: getattr(self, name) for name in self.__tensor_flatten__()[0]}
             form = [
@@ -166,7 +165,7 @@ class CarriedMask(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer what the form alone says, keep the pattern where possible, else compute with `dense`."""
+        """Answer from shape, dtype and device, keep the pattern where possible, else compute with `dense`."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         tracing = _is_tracing() or (isinstance(first, cls) and first.known is None)
@@ -186,8 +185,8 @@ class CarriedMask(Tensor):
 def _is_tracing() -> bool:
     """Whether a tracer asks.
 
-    While torch.compile's own code looks at a graph's inputs, `is_compiling` says no in torch 2.11 and yes in
-    2.13. Its context is asked last, for a graph has no answer to it.
+    While torch.compile inspects a graph's inputs, `is_compiling` is false in torch 2.11 and true in 2.13. The
+    tracing context is read last, because a graph break would come of it inside of a graph.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         return True
@@ -204,7 +203,7 @@ def _written_in_a_graph() -> RuntimeError:
 def _wrapper(size: Any, stride: Any, device: torch.device) -> CarriedMask:
     make = Tensor._make_wrapper_subclass  # noqa: SLF001 - torch documents it in its notes, under this name
     mask: CarriedMask = make(CarriedMask, size, strides=stride, dtype=torch.bool, device=device)
-    mask.known = mask.made = mask.source = mask.parts = None
+    mask.known = mask.made = mask.mark = mask.source = mask.parts = None
     return mask
 
 

@@ -1,8 +1,8 @@
-"""Mask objects: who may attend whom, as things that can be read and combined instead of as tensors.
+"""`Mask`, the base of all mask objects, and its combinations with `&`, `|` and `~`: All, Either, Not.
 
-A mask is a node, or nodes combined with `&`, `|` and `~`. Importing this module loads no torch. Each node can
-say itself as plain data for a decision (`describe`), add itself to the form executors read (`lower`), and
-become a bool tensor (`materialize`).
+A mask object defines who may attend whom without a tensor of all pairs. It can return itself as plain data
+for a decision (`describe`), add itself to the form that executors read (`lower`), and become a bool tensor
+(`materialize`). Importing this module loads no torch.
 
 Masks are equal when they are made of the same nodes in the same order. Numbers are compared by value, tensors
 and functions by identity, because nobody waits for a device to compare what tensors hold.
@@ -13,12 +13,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
 
 from attnroute.errors import argument_error
-from attnroute.masks.lowered.form import FULL, LoweredMask
-from attnroute.masks.lowered.meet import NOBODY, meet
-from attnroute.masks.objects.identity import KEEPER, identity, said
+from attnroute.masks.lowered.form import FULL, NOBODY, Extent, LoweredMask, intersect
+from attnroute.masks.objects.identity import format_field, identity
+from attnroute.memory import KEEPER
 from attnroute.question import fits
 from attnroute.question.call import AnyNode, MaskNode, NotNode
 from attnroute.question.normalize import Sizes, alive, conjunction
@@ -27,21 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Lengths: TypeAlias = Union[Sequence[int], "Tensor"]
-
-
-class Extent(NamedTuple):
-    """The sizes a mask is read at: batch size, query heads, lengths; and the device of its tensors."""
-
-    batch: int
-    num_heads_q: int
-    seqlen_q: int
-    seqlen_kv: int
-    device: Any = None
-
-    @property
-    def is_empty(self) -> bool:
-        """There is no pair of a query and a key, and so nothing to mask."""
-        return 0 in (self.seqlen_q, self.seqlen_kv)
 
 
 class Mask(ABC):
@@ -96,13 +81,13 @@ class Mask(ABC):
         return hash((type(self), _fields(self)))
 
     def __repr__(self) -> str:
-        """Say it as it is written, of tensors only dtype and shape."""
-        parts = [said(getattr(self, name)) for name in self._shown]
+        """Return the code that makes the mask, with dtype and shape in place of tensors."""
+        parts = [format_field(getattr(self, name)) for name in self._shown]
         own: Sequence[Field[Any]] = fields(self) if is_dataclass(self) else ()
         for field in own:
             value = getattr(self, field.name)
             if field.name not in self._shown and identity(value) != identity(field.default):
-                parts.append(f"{field.name}={said(value)}")
+                parts.append(f"{field.name}={format_field(value)}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
     @abstractmethod
@@ -136,7 +121,7 @@ class Mask(ABC):
             Shape (batch or 1, num_heads_q or 1, seqlen_q, seqlen_kv).
         """
         # Importing torch here keeps mask objects usable where torch is not installed.
-        from attnroute.masks.tensors import materialize
+        from attnroute.masks.lowered.dense import materialize
 
         extent = Extent(batch, num_heads_q, seqlen_q, seqlen_kv, device)
         self.check(extent)
@@ -201,7 +186,7 @@ class All(_Combined):
         return into
 
     def __repr__(self) -> str:
-        """Say it as it is written."""
+        """Return the code that makes the mask."""
         if len(self.parts) < 2:
             return f"All({self.parts!r})"
         return " & ".join(f"({part!r})" if isinstance(part, Either) else repr(part) for part in self.parts)
@@ -227,8 +212,8 @@ class Either(_Combined):
         return (AnyNode(parts=tuple(part.describe(extent) for part in self.parts)),)
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
-        """Add one disjunction of the parts that matter, so that it holds no more than a decision was told."""
-        return meet(into, prepared(self, extent, lambda: self._lowered(extent)))
+        """Add one disjunction of the parts that matter, which are those that the decision was based on."""
+        return intersect(into, prepared(self, extent, lambda: self._lowered(extent)))
 
     def _lowered(self, extent: Extent) -> LoweredMask:
         found = alive([part.describe(extent) for part in self.parts], sizes_of(extent))
@@ -240,7 +225,7 @@ class Either(_Combined):
         return LoweredMask(either=(lowered,))
 
     def __repr__(self) -> str:
-        """Say it as it is written."""
+        """Return the code that makes the mask."""
         return f"Either({self.parts!r})" if len(self.parts) < 2 else " | ".join(map(repr, self.parts))
 
 
@@ -269,7 +254,7 @@ class Not(_Combined):
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add one negation; a negation of a negation is what that negates."""
-        return meet(into, prepared(self, extent, lambda: self._lowered(extent)))
+        return intersect(into, prepared(self, extent, lambda: self._lowered(extent)))
 
     def _lowered(self, extent: Extent) -> LoweredMask:
         if allows_all(self, extent):
@@ -280,7 +265,7 @@ class Not(_Combined):
         return LoweredMask(exclude=(self.part.lower(FULL, extent),))
 
     def __repr__(self) -> str:
-        """Say it as it is written."""
+        """Return the code that makes the mask."""
         is_longer = isinstance(self.part, All | Either) and len(self.part.parts) > 1
         return f"~({self.part!r})" if is_longer else f"~{self.part!r}"
 
@@ -291,17 +276,17 @@ def sizes_of(extent: Extent) -> Sizes:
 
 
 def prepared(mask: Mask, extent: Extent, make: Callable[[], LoweredMask]) -> LoweredMask:
-    """Return what a mask is lowered to alone, made once as long as none of its tensors changes."""
-    # Importing torch here keeps mask objects usable where torch is not installed.
-    from attnroute.masks.tensors import prepare
+    """Return what a mask is lowered to alone, made once per extent as long as none of its tensors changes."""
+    # Imported here for the same reason.
+    from attnroute.masks.kept import remember
 
-    return prepare(mask, extent, make)
+    return remember(mask, ("lowered", extent), make)
 
 
 def allows_all(mask: Mask, extent: Extent) -> bool:
-    """Return whether a decision is told nothing of this mask, because it rules nothing out at these sizes.
+    """Return whether the mask rules nothing out at these sizes, so that the decision is made without it.
 
-    What a decision was not told must not stand in the lowered mask: a kernel would take it for all there is.
+    It must then not be in the lowered mask either: the chosen kernel may not support it.
     """
     return not conjunction(mask.describe(extent), sizes_of(extent))
 

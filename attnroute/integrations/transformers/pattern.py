@@ -1,4 +1,4 @@
-"""What a mask of transformers says, as numbers: who may attend, and how that is said to attnroute."""
+"""`Pattern`: a mask of transformers as a few numbers and tensors, and the mask object that equals it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnroute.masks import All, Causal, Documents, KeyPadding, Mask, Window
-from attnroute.masks.tensors import remember
+from attnroute.masks.kept import remember
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,11 +30,11 @@ class Pattern:
         left: Keys before the query's own position that it may attend; None = all.
         right: Keys after it; None = all, 0 = causal.
         keep: Bool tensor (batch, kv_length), True where the key exists; None = all exist.
-        padding_side: The only side at which keys of `keys` are missing, where somebody looked.
+        padding_side: The only side at which keys of `keys` are missing, where somebody read them.
         ids: Integer tensor (batch, kv_length): equal ids are one packed document. Only with q_length ==
             kv_length.
         cu_seqlens: The same documents as int32 prefix sums on the CPU, where there is one batch row and
-            somebody looked at the ids.
+            somebody read the ids.
     """
 
     batch: int
@@ -71,7 +71,7 @@ class Pattern:
     def mask(self) -> Mask | None:
         """The mask for all queries and the keys in `keys`; one object, so that layers share what it prepares.
 
-        None where the queries lie so far before the keys that no mask object says it.
+        None where the queries lie so far before the keys that no mask object equals it.
         """
         start, stop = self.keys
         band = _band(self.left, self.right, self.offset - start, (stop - start) - self.q_length)
@@ -85,9 +85,9 @@ class Pattern:
         return band[0] if len(band) == 1 else All(band)
 
     def with_window(self, window: int) -> Pattern:
-        """Return this pattern if it says its own window, else one that also says ``sliding_window = window``.
+        """Return this pattern if it has a window of its own, else one with ``sliding_window = window``.
 
-        What a mask says of a window is exact, while modules state theirs as the flash kernels count it, which
+        The window of a mask is exact, while modules state theirs as the flash kernels count it, which
         differs by one between models. So the module's number counts only beside a mask without any.
         """
         if self.left is not None or window >= self.q_length + self.offset:
@@ -129,7 +129,7 @@ def allowed_pairs(
     ids: Tensor | None,
     device: torch.device | str | None,
 ) -> Tensor:
-    """Return what the attributes of a `Pattern` say as a new bool tensor of a shape, True = attend."""
+    """Return what the attributes of a `Pattern` allow as a new bool tensor of a shape, True = attend."""
     rows = torch.arange(shape[2], device=device)[:, None] + offset
     columns = torch.arange(shape[3], device=device)[None]
     allowed = torch.ones(shape, dtype=torch.bool, device=device)
@@ -145,7 +145,7 @@ def allowed_pairs(
 
 
 def _key_padding(keep: Tensor, side: PaddingSide | None) -> KeyPadding:
-    """Say padding at one side as counts, which kernels for ragged batches take; the device counts them.
+    """Return padding at one side as counts, which kernels for ragged batches take; the device counts them.
 
     Padded tokens went through the layers as others did and are finite, so that nothing needs clearing.
     """
@@ -157,7 +157,7 @@ def _key_padding(keep: Tensor, side: PaddingSide | None) -> KeyPadding:
 
 
 def _band(left: int | None, right: int | None, offset: int, corner: int) -> tuple[Mask, ...] | None:
-    """Say a band with its diagonal at `offset`; None where counts from neither corner can say it."""
+    """Return a band with its diagonal at `offset`; None where counts from neither corner can express it."""
     if left is None and right is None:
         return ()
     alignments: tuple[tuple[Alignment, int], ...] = (("top_left", offset), ("bottom_right", offset - corner))

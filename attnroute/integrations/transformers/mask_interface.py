@@ -1,4 +1,4 @@
-"""The mask function that transformers calls once per forward pass and kind of layer."""
+"""`make_mask`, the mask function that transformers calls once per forward pass and kind of layer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from attnroute.integrations._transformers_carrier import CarriedMask
-from attnroute.integrations._transformers_pattern import Pattern
-from attnroute.integrations._transformers_reader import MaskFunction, Reading, read
+from attnroute.integrations.transformers.carried_mask import CarriedMask
+from attnroute.integrations.transformers.mask_functions import MaskFunction, Reading, read
+from attnroute.integrations.transformers.pattern import Pattern
 from attnroute.masks.tracing import is_traced
 
 
 def refuse_old_transformers() -> None:
-    """Raise an ImportError where transformers does not say query lengths and offsets to a mask function."""
+    """Raise an ImportError where transformers passes no query lengths and offsets to a mask function."""
     missing = {"q_length", "q_offset"} - set(signature(sdpa_mask).parameters)
     if missing:
         from transformers import __version__
@@ -51,12 +51,12 @@ def make_mask(
         kv_length: Keys, cached ones included.
         q_offset: Position of the first query; a tensor for static caches.
         kv_offset: Position of the first key.
-        mask_function: Says for index tensors (batch, head, query, key) who may attend.
+        mask_function: Returns for index tensors (batch, head, query, key) who may attend.
         attention_mask: Bool tensor (batch, positions), False for padding.
-        allow_is_causal_skip: False also says, of a single query, that a compiled step may take the mask.
+        allow_is_causal_skip: False also means, for a single query, that a compiled step may take the mask.
         allow_is_bidirectional_skip: None may be returned where nothing is masked.
         device: Where the mask lies.
-        **kwargs: What else transformers tells every mask function; `sdpa_mask` gets it for dense masks.
+        **kwargs: What else transformers passes to every mask function; `sdpa_mask` gets it for dense masks.
 
     Returns:
         A `CarriedMask` where the mask is known as an object, else a bool tensor (batch_size, 1, q_length,
@@ -93,7 +93,7 @@ def make_mask(
 
 
 def _is_unread(value: object) -> bool:
-    """Whether what a tensor says cannot be read: it is fake, on the meta device, or mapped by torch.vmap."""
+    """Whether a tensor's values cannot be read: it is fake, on the meta device, or mapped by torch.vmap."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - torch has no public question
     return isinstance(value, Tensor) and (is_traced(value) or bool(wrapped(value)))
 
@@ -130,15 +130,15 @@ def _with_padding(band: Pattern, padding: Tensor, kv_offset: int) -> Pattern | N
     keep = padding[:, kv_offset : kv_offset + band.kv_length]
     missing = band.kv_length - keep.shape[1]
     if missing:
-        # Keys that the padding mask does not speak about do not exist yet, as in transformers.
+        # Keys beyond the padding mask do not exist yet, as in transformers.
         keep = torch.nn.functional.pad(keep, (0, missing))
-    all_exist, at_left, at_right = _look(keep[:, slice(*band.keys)])
+    all_exist, at_left, at_right = _ends(keep[:, slice(*band.keys)])
     if all_exist:
         return band
     return replace(band, keep=keep, padding_side="left" if at_left else "right" if at_right else None)
 
 
-def _look(keep: Tensor) -> list[bool]:
+def _ends(keep: Tensor) -> list[bool]:
     """Return whether all keys exist, and whether the missing ones are all at the left, or all at the right.
 
     All of it costs one wait for the device.

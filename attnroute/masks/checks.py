@@ -1,6 +1,6 @@
-"""What the arguments of mask objects must be: each check raises one sentence that names the argument.
+"""Checks of the arguments of mask and bias objects: each raises an `ArgumentError` that names the argument.
 
-Nothing here imports torch: a tensor is told by what it can do.
+Nothing here imports torch: a tensor is recognised by its attributes.
 """
 
 from __future__ import annotations
@@ -15,28 +15,26 @@ from attnroute.question import fits
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnroute.masks.lowered.form import LoweredMask
-    from attnroute.masks.objects.nodes import Extent
 
 _ALIGNMENTS = ("top_left", "bottom_right")
 _INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
 """The dtypes of whole numbers that torch can compare and add up."""
 _TRACED = ("FakeTensor", "FunctionalTensor")
-"""What `masks.tracing.is_traced` tells by class; this module knows no torch."""
+"""The classes of `masks.tracing.is_traced` by name, since nothing here imports torch."""
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Tell a torch.Tensor from a sequence."""
+    """Return whether a value is a torch.Tensor."""
     return hasattr(value, "data_ptr")
 
 
 def is_number(value: object) -> TypeGuard[int]:
-    """Tell an integer, or one that a tracer leaves open."""
+    """Return whether a value is an integer, or one that a tracer leaves open."""
     return isinstance(value, int) or type(value).__name__ == "SymInt"
 
 
 def is_count(value: object) -> bool:
-    """Tell a whole number of at least 0 from all else, True and False included."""
+    """Return whether a value is a whole number of at least 0; True and False are none."""
     return is_number(value) and not isinstance(value, bool) and value >= 0
 
 
@@ -62,14 +60,6 @@ def alignment(value: str) -> None:
         raise argument_error("alignment", 'one of "top_left" and "bottom_right"', repr(value), to_do)
 
 
-def one_diagonal(name: str, into: LoweredMask) -> None:
-    """A band has one diagonal: it cannot stand beside documents that have one each."""
-    if into.diagonal is not None or into.cu_seqlens_kv is not None:
-        required = "documents whose queries and keys have the same lengths beside it"
-        to_do = "pass is_causal or window, which mean the diagonal of each document"
-        raise argument_error(f"mask {name}", required, "a ragged batch of other lengths", to_do)
-
-
 def counts(name: str, values: Any) -> tuple[int, ...]:
     """Return whole numbers of at least 0 as a tuple."""
     try:
@@ -93,14 +83,14 @@ def integers(name: str, tensor: Any, dims: tuple[int, ...]) -> None:
 
 
 def strided(name: str, tensor: Tensor) -> None:
-    """A tensor with one value for each place, at places that strides tell."""
+    """A dense tensor with strides: neither nested nor sparse."""
     if tensor.is_nested or str(tensor.layout) != "torch.strided":
         got, to_do = "a nested or sparse one", "call to_dense() on a sparse one, pad a nested one"
         raise argument_error(name, "a dense strided tensor", got, to_do)
 
 
 def is_plain_number(value: object) -> bool:
-    """Tell a number of Python from True, False, tensors and what other libraries call a number."""
+    """Return whether a value is a Python int or float; bools, tensors and NumPy's numbers are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -119,7 +109,7 @@ def softcap(name: str, value: Any, kind: str = "number") -> None:
 
 
 def kind_of(value: object) -> str:
-    """Say what kind of thing was given."""
+    """Return the name of a value's type, for an error."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
@@ -139,7 +129,7 @@ def bools(name: str, tensor: Any, to_do: str) -> None:
 
 
 def documents(
-    lengths: tuple[int, ...] | None, per_token: Mapping[str, Tensor | None], extent: Extent
+    lengths: tuple[int, ...] | None, per_token: Mapping[str, Tensor | None], extent: fits.Sizes
 ) -> None:
     """As many queries as keys, and lengths, or values per token, that fill them."""
     fits.documents(lengths, extent)
@@ -151,20 +141,39 @@ def documents(
             raise argument_error(f"mask Documents {name}", required, tuple(tensor.shape), to_do)
 
 
-def prefix_sums(sums: Tensor, seqlen: int) -> None:
-    """Sums that rise from 0 to the sequence length. Reads the values, so call it for a CPU tensor only."""
-    values = sums.tolist()
-    if values != sorted(values) or (values[0], values[-1]) != (0, seqlen):
+def document_sums(sums: Tensor, seqlen: int) -> None:
+    """Sums that rise from 0 to the sequence length; those that lie on a device are not read."""
+    if is_readable(sums) and not _rise(values := sums.tolist(), seqlen):
+        required = f"sums that rise from 0 to seqlen = {seqlen}"
         to_do = "add the missing tokens as a document of their own"
-        raise argument_error(
-            "mask Documents cu_seqlens", f"sums that rise from 0 to seqlen = {seqlen}", values, to_do
-        )
+        raise argument_error("mask Documents cu_seqlens", required, values, to_do)
+
+
+def sequence_sums(name: str, sums: Tensor, total: int) -> None:
+    """Sums that rise from 0 to a number of tokens; those that lie on a device are not read."""
+    if is_readable(sums) and not _rise(values := sums.tolist(), total):
+        required = f"prefix sums that rise from 0 to the {total} tokens there are"
+        raise argument_error(name, required, values, "pass 0 and then the end of each sequence")
+
+
+def longest(name: str, bound: int | None, sums: Tensor) -> None:
+    """A bound that no sequence is longer than; sums that lie on a device are not read."""
+    if bound is None or not is_readable(sums):
+        return
+    found = int(sums.diff().max())
+    if bound < found:
+        to_do = "correct it, or leave it out"
+        raise argument_error(name, f"at least the longest sequence ({found})", bound, to_do)
+
+
+def _rise(values: list[int], total: int) -> bool:
+    return values == sorted(values) and (values[0], values[-1]) == (0, total)
 
 
 def key_padding(
     given: Mapping[str, Sequence[int] | Tensor | None],
     keep: Tensor | None,
-    extent: Extent,
+    extent: fits.Sizes,
     *,
     node: str = "KeyPadding",
 ) -> None:
@@ -187,7 +196,7 @@ def function(name: str, value: object) -> None:
 
 
 def blocks(value: Any) -> None:
-    """A BlockMask of torch, told by what it holds."""
+    """A BlockMask of torch, recognised by its attributes."""
     if not all(hasattr(value, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod")):
         to_do = "make one with create_block_mask, or pass the function as masks.Function(mask_mod)"
         raise argument_error("mask Blocks", "a BlockMask of torch", type(value).__name__, to_do)
@@ -200,7 +209,7 @@ def block_lengths(mask: Any) -> tuple[int, int]:
     return int(seqlen_q), int(seqlen_kv)
 
 
-def block_mask(mask: Any, extent: Extent) -> None:
+def block_mask(mask: Any, extent: fits.Sizes) -> None:
     """Lengths, batch and heads of a BlockMask must be those of the call, batch and heads of 1 aside."""
     fits.blocks(block_lengths(mask), extent)
     full = (extent.batch, extent.num_heads_q)

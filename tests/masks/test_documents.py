@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnroute import masks
-from attnroute.masks.lowered import positions
-from attnroute.masks.lowered.form import FULL
-from attnroute.masks.objects.nodes import Extent
+from attnroute.masks.lowered import documents
+from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.question.call import DocumentsNode
 
 ROW = [0, 1, 2, 0, 1, 0, 5, 6, 6]
@@ -64,7 +63,7 @@ def test_rows_of_their_own_have_ids_and_no_bounds():
 def test_bounds_are_read_once_per_tensor_and_version(monkeypatch):
     reads = []
     monkeypatch.setattr(
-        positions, "_places", lambda *args, _places=positions._places: (reads.append(1), _places(*args))[1]
+        documents, "_places", lambda *args, _places=documents._places: (reads.append(1), _places(*args))[1]
     )
     position_ids = torch.tensor(ROW)
     first, again = (lowered(position_ids)[0] for _ in range(2))
@@ -80,7 +79,7 @@ def test_bounds_are_read_once_per_tensor_and_version(monkeypatch):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(torch.compiler, "is_compiling"), (positions, "_is_captured")],
+    [(torch.compiler, "is_compiling"), (documents, "is_capturing")],
     ids=["compiling", "captured"],
 )
 def test_nothing_is_read_while_torch_compiles_or_captures(monkeypatch, owner, name):
@@ -88,7 +87,7 @@ def test_nothing_is_read_while_torch_compiles_or_captures(monkeypatch, owner, na
     known, _ = lowered(position_ids)
     key = masks.Documents(position_ids=position_ids).key()
     monkeypatch.setattr(owner, name, lambda *_: True)
-    monkeypatch.setattr(positions, "_places", lambda *_: pytest.fail("a device was waited for"))
+    monkeypatch.setattr(documents, "_places", lambda *_: pytest.fail("a device was waited for"))
     found, said = lowered(position_ids)
     assert found.document_ids_q.tolist() == known.document_ids_q.tolist()
     assert found.document_ids_q is not known.document_ids_q
@@ -107,8 +106,8 @@ def test_tensors_whose_changes_cannot_be_seen_are_not_waited_for():
 
 def test_fake_tensors_have_no_values():
     with torch._subclasses.FakeTensorMode():
-        assert not positions.is_readable(torch.zeros(4, dtype=torch.int64))
-    assert not positions.is_readable(torch.zeros(4, dtype=torch.int64, device="meta"))
+        assert not documents.positions_are_readable(torch.zeros(4, dtype=torch.int64))
+    assert not documents.positions_are_readable(torch.zeros(4, dtype=torch.int64, device="meta"))
 
 
 def test_a_mask_keeps_to_the_documents_that_positions_say():

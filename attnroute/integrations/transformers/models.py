@@ -1,4 +1,4 @@
-"""Which models can be routed: those whose attention modules ask transformers for the function to call."""
+"""Refuse models that cannot be routed: whose attention modules do not ask transformers for their function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLAGS = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
 
 
 def ask_before_models_are_built(names: Container[str]) -> None:
-    """Have transformers ask, for each model with one of these implementations, whether it can be routed.
+    """Make transformers check, for each model with one of these implementations, that it can be routed.
 
     transformers takes a name that is registered for every model, also where the model's modules know their
     own ways to compute attention alone: such a model would read a mask that is meant for attnroute as if it
@@ -57,7 +57,7 @@ def refuse_eager_only(module: torch.nn.Module) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_eager_only(place: str) -> bool:
-    """Whether every model defined in an attention class's module says that it supports nothing else."""
+    """Whether every model defined in an attention class's module declares that it supports nothing else."""
     return _all_eager(place)
 
 

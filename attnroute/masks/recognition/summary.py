@@ -1,4 +1,7 @@
-"""Look into dense bool masks: once per tensor and version, in bounded memory, waiting for the device once."""
+"""Read dense bool masks: which mask objects allow the same, and whether a query may attend no key.
+
+A mask is read once per tensor and version, in bounded memory, and the device is waited for once.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attnroute.masks.kept import keeper_of, may_remember, remember
+from attnroute.masks.layout import dense_node
+from attnroute.masks.lowered.form import Extent, as_4d
 from attnroute.masks.recognition.recognize import Rows, recognize
-from attnroute.masks.tensors import as_4d, is_aligned, is_wrapped, keeper_of, may_remember, remember
-from attnroute.masks.tracing import example, holds
+from attnroute.masks.tracing import is_capturing, is_wrapped
 from attnroute.question.call import DenseNode, RecognizedNode
 
 if TYPE_CHECKING:
-    from attnroute.masks.objects.nodes import Extent, Mask
+    from attnroute.masks.objects.base import Mask
     from attnroute.vocabulary import EmptyRows
 
-LOOK_THRESHOLD = 256 * 256
-"""Elements of seqlen_q * seqlen_kv below which no look is worth it, the mask's own size aside.
+INSPECT_THRESHOLD = 256 * 256
+"""Elements of seqlen_q * seqlen_kv below which reading a mask is not worth it, the mask's own size aside.
 
-One thread of a CPU looks into 256 x 256 in 0.36 ms, where a causal tensor costs each call of two sequences
+One thread of a CPU reads 256 x 256 in 0.36 ms, where a causal tensor costs each call of two sequences
 and eight heads 0.27 ms more than the object does: two layers pay for it. At 128 x 128 it is 0.3 and 0.1 ms,
-at 512 x 512 0.6 and 0.7 ms. On an H100 a look takes 0.5 to 2 ms up to 4096 x 4096, most of it launches, where
-a tensor costs each call 0.05 ms more at 256 to 2048 and 0.2 ms at 4096: the layers of a model share one look
-(benchmarks/recognition.py, benchmarks/results/h100-torch2.11-recognition.json).
+at 512 x 512 0.6 and 0.7 ms. On an H100 it takes 0.5 to 2 ms up to 4096 x 4096, most of it launches, where
+a tensor costs each call 0.05 ms more at 256 to 2048 and 0.2 ms at 4096: the layers of a model share one
+summary (benchmarks/recognition.py, benchmarks/results/h100-torch2.11-recognition.json).
 """
-LOOKS_KEPT = 64
-"""Views of one tensor of which it is kept what they say; above this, all are forgotten."""
+SUMMARIES_KEPT = 64
+"""Views of one tensor whose summaries are kept; above this, all are forgotten."""
 _CHUNK = 2**24
 _WORD = 8
 _WORDS = 128
@@ -35,13 +40,13 @@ _DIMS = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What one look into a dense bool mask found.
+class MaskSummary:
+    """What the values of a dense bool mask amount to.
 
     Attributes:
         empty_rows: Whether some query may attend no key.
-        recognized: The nodes that say the same; () if everything is allowed, None if nothing was recognised.
-        masks: The objects that say the same, in the order of the nodes. Tensors that are equal for a
+        recognized: The nodes that allow the same; () if everything is allowed, None if none are known.
+        masks: The objects that allow the same, in the order of the nodes. Tensors that are equal for a
             decision may differ in these.
     """
 
@@ -50,83 +55,78 @@ class Seen:
     masks: tuple[Mask, ...] | None = field(default=None, compare=False)
 
 
-def dense_node(tensor: Tensor, extent: Extent, *, look: bool) -> DenseNode:
-    """Return a bool tensor as data, with what a look into it found where a look is allowed."""
-    seen = look_into(tensor, extent) if look else None
-    return DenseNode(
-        shape=tuple(example(n) for n in tensor.shape),
-        requires_grad=tensor.requires_grad,
-        last_dim_contiguous=tensor.dim() == 0 or holds(tensor.stride(-1) == 1),
-        aligned=is_aligned(tensor),
-        empty_rows="unknown" if seen is None else seen.empty_rows,
-        recognized=None if seen is None else seen.recognized,
+def inspected_node(tensor: Tensor, extent: Extent) -> DenseNode:
+    """Return a bool mask as plain data for a decision, with its summary where it may be read."""
+    summary = inspect_mask(tensor, extent)
+    return (
+        dense_node(tensor) if summary is None else dense_node(tensor, summary.empty_rows, summary.recognized)
     )
 
 
-def look_into(tensor: Tensor, extent: Extent) -> Seen | None:
-    """Look into a dense bool mask once per tensor and version; None where a look is not allowed or worth it.
+def inspect_mask(tensor: Tensor, extent: Extent) -> MaskSummary | None:
+    """Summarise a dense bool mask once per tensor and version; None where it may not be read or is too small.
 
-    A look reads the whole mask on its device and waits for the answer. Views of one tensor share their looks:
-    models that cut each layer's mask out of one buffer look once.
+    The whole mask is read on its device and the answer waited for. Views of one tensor share their summaries:
+    of models that cut each layer's mask out of one buffer, it is read once.
 
     Args:
-        tensor: Bool, True = attend. Shapes other than (..., seqlen_q or 1, seqlen_kv) are not looked into.
+        tensor: Bool, True = attend. Shapes other than (..., seqlen_q or 1, seqlen_kv) are not read.
         extent: Of the call; heads and device are not read.
     """
-    if not _is_worth(tensor, extent) or not _is_readable(tensor) or not may_remember(tensor):
+    if not _is_worth(tensor, extent) or not _may_be_read(tensor) or not may_remember(tensor):
         return None
-    what = ("seen", extent.batch, extent.seqlen_q)
+    what = ("summary", extent.batch, extent.seqlen_q)
     return remember(tensor, what, lambda: _shared(tensor, extent))
 
 
 def _is_worth(tensor: Tensor, extent: Extent) -> bool:
-    if extent.seqlen_q * extent.seqlen_kv < LOOK_THRESHOLD or tensor.dim() not in _DIMS:
+    if extent.seqlen_q * extent.seqlen_kv < INSPECT_THRESHOLD or tensor.dim() not in _DIMS:
         return False
     shape, dims = tensor.shape, tensor.dim()
     fits = shape[-1] == extent.seqlen_kv and (dims == 1 or shape[-2] in (1, extent.seqlen_q))
     return fits and (dims < 4 or shape[0] in (1, extent.batch)) and tensor.dtype == torch.bool
 
 
-def _is_readable(tensor: Tensor) -> bool:
+def _may_be_read(tensor: Tensor) -> bool:
     """Only a plain tensor has values here, and none can be waited for while a CUDA graph records."""
     if type(tensor) is not Tensor or tensor.is_meta or is_wrapped(tensor):
         return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not is_capturing(tensor)
 
 
-def _shared(tensor: Tensor, extent: Extent) -> Seen:
-    """Look, or return what another view of the same memory showed."""
+def _shared(tensor: Tensor, extent: Extent) -> MaskSummary:
+    """Read the mask, or return the summary of another view of the same memory."""
     base = tensor._base  # noqa: SLF001 - torch has no public name for what a view is a view of
     if base is None or base.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         # `tensor.data = other` leaves a view its base.
-        return _look(tensor, extent)
+        return _inspect(tensor, extent)
     keeper = keeper_of(base, views=1)
     if keeper is None:
-        return _look(tensor, extent)
-    looks: dict[Any, Seen] = keeper.keep("looks", dict)
+        return _inspect(tensor, extent)
+    summaries: dict[Any, MaskSummary] = keeper.keep("summaries", dict)
     place = (tensor.storage_offset(), tensor.shape, tensor.stride(), extent.batch, extent.seqlen_q)
-    if place not in looks:
-        if len(looks) >= LOOKS_KEPT:
-            looks.clear()
-        looks[place] = _look(tensor, extent)
-    return looks[place]
+    if place not in summaries:
+        if len(summaries) >= SUMMARIES_KEPT:
+            summaries.clear()
+        summaries[place] = _inspect(tensor, extent)
+    return summaries[place]
 
 
-def _look(tensor: Tensor, extent: Extent) -> Seen:
+def _inspect(tensor: Tensor, extent: Extent) -> MaskSummary:
     matrix = _distinct(as_4d(tensor))
     if matrix.numel() == 0:
-        return Seen("none", (), ())
+        return MaskSummary("none", (), ())
     first, count, is_plain, has_empty = _read(matrix)
     empty_rows: EmptyRows = "some" if has_empty else "none"
     if not is_plain:
-        return Seen(empty_rows, None)
+        return MaskSummary(empty_rows, None)
     filled = count > 0
     last = torch.where(filled, first + count - 1, -1)
     first = torch.where(filled, first, extent.seqlen_kv)
     masks = recognize(Rows(first, last, extent.batch, extent.seqlen_q, extent.seqlen_kv))
     if masks is None:
-        return Seen(empty_rows, None)
-    return Seen(empty_rows, tuple(n for mask in masks for n in mask.describe(extent)), masks)  # type: ignore[misc]
+        return MaskSummary(empty_rows, None)
+    return MaskSummary(empty_rows, tuple(n for mask in masks for n in mask.describe(extent)), masks)  # type: ignore[misc]
 
 
 def _distinct(tensor: Tensor) -> Tensor:

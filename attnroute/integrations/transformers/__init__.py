@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _SPECIAL = ("eager", "flash", "flex_attention", "paged", "sdpa", "/", "|")
-"""Parts of names by which transformers tells implementations apart."""
+"""Parts of names by which transformers distinguishes implementations."""
 _REGISTERED: dict[str, Callable[..., Any]] = {}
 
 
@@ -31,7 +31,7 @@ def register(name: str = "attnroute", *, ignore: Iterable[str] = (), eager_only:
     """Make ``attn_implementation=name`` available in transformers. Registering again is harmless.
 
     Args:
-        name: What models are asked for.
+        name: What models pass as ``attn_implementation``.
         ignore: Further keyword arguments that a model hands to its attention and that change nothing there.
             Keyword arguments that are not known raise when they are not None or False.
         eager_only: Serve also models that transformers runs with eager attention only. Some of them compute
@@ -39,14 +39,14 @@ def register(name: str = "attnroute", *, ignore: Iterable[str] = (), eager_only:
 
     Raises:
         ArgumentError: transformers would treat the name specially, or somebody else registered it.
-        ImportError: transformers is missing, or too old to say the lengths that a mask is for.
+        ImportError: transformers is missing, or too old to pass the lengths that a mask is for.
     """
     # Importing transformers takes seconds, so it waits for the first registration.
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from attnroute.integrations._transformers_attention import attention_function
-    from attnroute.integrations._transformers_mask import make_mask, refuse_old_transformers
-    from attnroute.integrations._transformers_models import ask_before_models_are_built
+    from attnroute.integrations.transformers.attention import attention_function
+    from attnroute.integrations.transformers.mask_interface import make_mask, refuse_old_transformers
+    from attnroute.integrations.transformers.models import ask_before_models_are_built
 
     refuse_old_transformers()
     _check_name(name, taken=AttentionInterface().get(name))
