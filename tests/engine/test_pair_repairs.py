@@ -149,8 +149,12 @@ TRAINS = {
     "one key head": ({"num_heads_kv": 1}, ()),
     "documents": ({"mask": (DOCUMENTS,)}, ("to_varlen",)),
     "causal documents": ({"mask": (DOCUMENTS, CAUSAL), "num_heads_kv": 2}, ("to_varlen",)),
-    "padding": ({"mask": (KeyPaddingNode(lengths=(100, 512)),)}, ("to_varlen",)),
-    "causal padding at the left": ({"mask": (KeyPaddingNode(side="left"), CAUSAL)}, ("to_varlen",)),
+    "padding": ({"mask": (KeyPaddingNode(lengths=(100, 512)),)}, ("clear_left_out", "to_varlen")),
+    "finite padding": ({"mask": (KeyPaddingNode(lengths=(100, 512), finite=True),)}, ("to_varlen",)),
+    "causal padding at the left": (
+        {"mask": (KeyPaddingNode(side="left"), CAUSAL)},
+        ("clear_left_out", "to_varlen"),
+    ),
     "a ragged batch": (
         {"layout": "thd", "batch": 1, "mask": (DocumentsNode(cross=True), AT_END)},
         ("to_varlen",),

@@ -115,6 +115,22 @@ def test_rows_as_sequences(package, case, sink):
     assert package.forward["cu_seqlens_q"] is not None
 
 
+@pytest.mark.parametrize("cleared", [True, False])
+@pytest.mark.parametrize("case", ["padding", "padding at the left"])
+def test_what_padding_leaves_out_holds_nan(package, case, cleared):
+    """The forward's sequences keep it out; chunked's backward reads the whole rows."""
+    mask, *lengths = SEQUENCES[case]
+    inputs = inputs_of(mask, *lengths)
+    left_out = ~allowed_of(mask, inputs)[:, :1, :1].transpose(2, 3)
+    with torch.no_grad():
+        for tensor in (inputs.key, inputs.value):
+            tensor.masked_fill_(left_out, math.nan)
+    out, _ = pair(inputs, *(("clear_left_out",) if cleared else ()), "to_varlen")
+    grads = torch.autograd.grad(out, trained(inputs), torch.ones_like(out))
+    assert out.isfinite().all()
+    assert all(grad.isfinite().all() for grad in grads) == cleared
+
+
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("band", cudnn_checks.BANDS.values(), ids=cudnn_checks.BANDS)
 def test_sequences_with_lengths_of_their_own(package, band, with_sink):

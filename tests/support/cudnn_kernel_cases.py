@@ -1,4 +1,4 @@
-"""Cases of the rows that cudnn_fe and te share: faults of the cuDNN kernels below both."""
+"""Cases of rows about faults of cuDNN's kernels that cudnn_fe and te share, or torch's cudnn as well."""
 
 from __future__ import annotations
 
@@ -245,6 +245,27 @@ SLOW_CASES = [
         lengths(4095, 4095),
     ),
 ]
+
+
+def cases_of_every_path(backend):
+    """Return the cases of the rows that every path to cuDNN's kernels has, torch's own as well."""
+    alone = TRAINING | {"batch": 1, "num_heads_q": 1, "num_heads_kv": 1} | cudnn("9.27.0")
+    segfault = f"any/{backend}/backward-of-one-query-and-one-head"
+    single = f"sm_107/{backend}/query-length-1-before-9-28"
+    launch = f"sm_107/{backend}/backward-launch-failure"
+    return [
+        Case(segfault, "sm_90", alone | lengths(1, 128), cudnn("9.25.1")),
+        Case(segfault, "sm_100", alone | lengths(1, 300), {"num_heads_q": 2}),
+        Case(segfault, "sm_120", alone | lengths(1, 128), {"batch": 2}),
+        Case(segfault, "sm_80", alone | lengths(1, 128), lengths(2, 128)),
+        Case(segfault, "sm_90", alone | lengths(1, 128), {"phase": "inference"}),
+        Case(single, "sm_107", lengths(1, 512) | cudnn("9.27.0"), cudnn("9.28.0")),
+        Case(single, "sm_107", lengths(1, 512) | cudnn("9.26.0"), lengths(2, 512)),
+        Case(launch, "sm_107", TRAINING | cudnn("9.26.0"), cudnn("9.25.1")),
+        Case(launch, "sm_107", TRAINING | cudnn("9.28.0"), {"phase": "inference"}),
+    ]
+
+
 AMPERE_CASES = [
     Case(
         "shared/cudnn_fe_ampere_class/deterministic-backward",

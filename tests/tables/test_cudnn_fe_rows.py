@@ -15,9 +15,12 @@ from support.cudnn_kernel_cases import (
     KERNELS,
     SLOW_CASES,
     SM_103_CASES,
+    cases_of_every_path,
     cudnn,
 )
 from support.row_sides import (
+    FINITE,
+    PADDED,
     TABLES,
     THD,
     TRAINING,
@@ -57,6 +60,7 @@ CASES = [
     *AMPERE_CASES,
     *SLOW_CASES,
     *SM_103_CASES,
+    *cases_of_every_path("cudnn_fe"),
     Case("any/cudnn_fe/dtype", "sm_90", {"dtype": "float32"}, {"dtype": "float16"}),
     Case(
         "any/cudnn_fe/ragged-backward-tokens-apart",
@@ -169,6 +173,13 @@ CASES = [
         TRAINING | dims(512) | lengths(1, 64),
         lengths(2, 64),
     ),
+    *(
+        Case(f"{SM_10X}/zero-times-nan", arch, PADDED | change, FINITE)
+        for arch, change in [("sm_100", {}), ("sm_103", TRAINING), ("sm_107", {})]
+    ),
+    Case(f"{SM_10X}/zero-times-nan", "sm_100", PADDED | frontend("1.30.0"), frontend("1.29.1")),
+    Case("any/cudnn_fe/zero-times-nan-wide-heads", "sm_90", PADDED | dims(512), FINITE),
+    Case("any/cudnn_fe/zero-times-nan-wide-heads", "sm_120", TRAINING | PADDED | dims(320, 64), dims(256)),
     Case("sm_107/cudnn_fe/arch-before-9-25", "sm_107", cudnn("9.24.1"), cudnn("9.25.1")),
     Case("sm_107/cudnn_fe/backward-wide-heads", "sm_107", TRAINING | dims(264), {"phase": "inference"}),
 ]

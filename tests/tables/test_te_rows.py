@@ -13,6 +13,7 @@ from support.cudnn_kernel_cases import (
     KERNEL_CASES_90,
     SLOW_CASES,
     SM_103_CASES,
+    cases_of_every_path,
     cudnn,
 )
 from support.row_sides import (
@@ -61,6 +62,7 @@ CASES = [
     *AMPERE_CASES,
     *SLOW_CASES,
     *SM_103_CASES,
+    *cases_of_every_path("te"),
     Case("any/te/dtype", "sm_90", {"dtype": "float32"}, {"dtype": "float16"}),
     Case("any/te/query-not-empty", "sm_90", lengths(0, 8), lengths(2, 8)),
     Case("any/te/keys-not-empty", "sm_90", lengths(8, 0), lengths(8, 8)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.cudnn_kernel_cases import cases_of_every_path
 from support.row_sides import THD, TRAINING, Case, causal, check_sides, dims, lengths, strides
 
 COMPILED = {"context": {"compiled": True}}
@@ -55,6 +56,7 @@ CASES = {
         ),
     ],
     "cudnn": [
+        *cases_of_every_path("cudnn"),
         Case("sm_107/cudnn/arch-before-9-25", "sm_107", cudnn("9.24.1"), cudnn("9.25.0")),
         Case("sm_103/cudnn/arch-before-9-11", "sm_103", cudnn("9.10.2"), cudnn("9.11.0")),
         Case("shared/cudnn_cuda_12_9/cuda-before-12-9", "sm_103", cuda("12.8"), cuda("12.9")),
