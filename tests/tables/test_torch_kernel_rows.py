@@ -57,6 +57,20 @@ CASES = {
     ],
     "cudnn": [
         *cases_of_every_path("cudnn"),
+        Case(
+            "any/cudnn/backward-mask-offset-32-bit",
+            "sm_90",
+            TRAINING | {"mask": ({"kind": "dense", "shape": (46341, 46341)},)} | lengths(46341, 46341),
+            {"phase": "inference"},
+        ),
+        Case(
+            "any/cudnn/backward-mask-offset-32-bit",
+            "sm_100",
+            TRAINING
+            | {"batch": 2, "bias": {"kind": "dense", "dtype": "bfloat16", "shape": (2, 1, 33280, 33280)}}
+            | lengths(33280, 33280),
+            {"bias": {"kind": "dense", "dtype": "bfloat16", "shape": (1, 1, 33280, 33280)}},
+        ),
         Case("sm_107/cudnn/arch-before-9-25", "sm_107", cudnn("9.24.1"), cudnn("9.25.0")),
         Case("sm_103/cudnn/arch-before-9-11", "sm_103", cudnn("9.10.2"), cudnn("9.11.0")),
         Case("shared/cudnn_cuda_12_9/cuda-before-12-9", "sm_103", cuda("12.8"), cuda("12.9")),
