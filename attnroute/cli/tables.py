@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic.json_schema import models_json_schema
 
 from attnroute.cli._parser import Parser
+from attnroute.engine.examples import Examples
 from attnroute.errors import TableError, printable
 from attnroute.settings import current
 from attnroute.tables.lint import lint
@@ -69,6 +70,7 @@ def _check(path: Path) -> int:
 def _lint() -> int:
     tables = load(current().tables)
     problems = lint(tables, datetime.datetime.now(tz=datetime.UTC).date())
+    problems = problems or list(Examples(tables).problems())
     for problem in problems:
         print(printable(str(problem)))
     if problems:

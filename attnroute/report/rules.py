@@ -9,6 +9,7 @@ from attnroute.errors import printable
 from attnroute.report.layout import field
 from attnroute.report.sentences import words
 from attnroute.tables.conditions import render
+from attnroute.tables.points import options_of
 from attnroute.tables.schema import (
     AnyOf,
     BackendInfo,
@@ -104,6 +105,8 @@ def _rule(rule: Rule) -> list[tuple[str, str]]:
         ("requires", rule.requires if isinstance(rule.requires, str) else _box(rule.requires)),
         ("repair", rule.repair or ""),
         ("because", rule.because),
+        *(("refuses", text) for text in options_of(rule.refuses or [])),
+        *(("takes", text) for text in options_of(rule.takes or [])),
     ]
 
 

@@ -68,6 +68,7 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
     checks: tuple[Callable[[Tables], Iterable[Problem]], ...] = (
         _names,
         _features,
+        _examples,
         _overrides,
         _needs,
         _files,
@@ -123,7 +124,7 @@ def _names(tables: Tables) -> Iterator[Problem]:
     for row in _all(tables):
         if _says(row).name.startswith(RESERVED):
             sentence = f"requires a beginning that the engine does not use itself; got {_says(row).name}."
-            yield _problem(row, "name", sentence)
+            yield problem_of(row, "name", sentence)
 
 
 def _features(tables: Tables) -> Iterator[Problem]:
@@ -131,6 +132,17 @@ def _features(tables: Tables) -> Iterator[Problem]:
         for name in sorted(set(FEATURES) - set(tables.answers(ANY, backend))):
             sentence = f'requires true, false or "unknown"; got no answer; write features.{name}.'
             yield Problem(f"{ANY}/{backend}.toml", "", f"features.{name}", sentence)
+
+
+def _examples(tables: Tables) -> Iterator[Problem]:
+    """Every row shows a call on each side of it; one that rejects everything has no other side."""
+    for row in tables.all_rows():
+        rule = row.rule
+        refuses_all = rule.requires == "never" and not (rule.when or rule.versions or rule.phase)
+        for field in ("refuses",) if refuses_all else ("refuses", "takes"):
+            if not getattr(rule, field):
+                sentence = "requires an example, a call line; got none; `attnroute explain` tries one."
+                yield problem_of(row, field, sentence)
 
 
 def _overrides(tables: Tables) -> Iterator[Problem]:
@@ -186,7 +198,7 @@ def _empty_ranges(tables: Tables) -> Iterator[Problem]:
                     sentence = (
                         f"requires a range with a known version in it ({', '.join(known)}); got {option}."
                     )
-                    yield _problem(row, f"versions.{name}", sentence)
+                    yield problem_of(row, f"versions.{name}", sentence)
 
 
 def _duplicates(tables: Tables) -> Iterator[Problem]:
@@ -199,7 +211,7 @@ def _duplicates(tables: Tables) -> Iterator[Problem]:
                 if pair not in told and _same_statement(one.rule, other.rule):
                     told.add(pair)
                     sentence = f"requires versions apart from those of {one.id}, which says the same."
-                    yield _problem(other, "versions", sentence)
+                    yield problem_of(other, "versions", sentence)
 
 
 def _arch_evidence(tables: Tables) -> Iterator[Problem]:
@@ -289,7 +301,7 @@ def _expired(tables: Tables, today: datetime.date) -> Iterator[Problem]:
         day = row.rule.recheck_after
         if day is not None and day < today:
             sentence = f"has passed on {day}; measure again, then narrow the row or move the day."
-            yield _problem(row, "recheck_after", sentence)
+            yield problem_of(row, "recheck_after", sentence)
 
 
 def _all(tables: Tables) -> Iterator[RuleRow | OptionRow]:
@@ -301,7 +313,8 @@ def _says(row: RuleRow | OptionRow) -> Rule | Option:
     return row.rule if isinstance(row, RuleRow) else row.option
 
 
-def _problem(row: RuleRow | OptionRow, field: str, sentence: str) -> Problem:
+def problem_of(row: RuleRow | OptionRow, field: str, sentence: str) -> Problem:
+    """Return a problem of one row."""
     return Problem(f"{row.file.parent.name}/{row.file.name}", _says(row).name, field, sentence)
 
 

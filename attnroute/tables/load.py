@@ -77,6 +77,7 @@ class Tables:
     _options: dict[tuple[str, str], tuple[OptionRow, ...]] = field(default_factory=dict, compare=False)
     _infos: dict[tuple[str, str], BackendInfo] = field(default_factory=dict, compare=False)
     _bound: dict[Path, dict[str, _Rules]] = field(default_factory=dict, compare=False)
+    _paths: dict[tuple[Path, str, str], Path | None] = field(default_factory=dict, compare=False)
 
     @cached_property
     def backends(self) -> dict[str, BackendInfo]:
@@ -104,8 +105,8 @@ class Tables:
         """The orders of torch's own selector."""
         orders: list[StockOrder] = []
         for folder in self.folders:
-            path = folder / ANY / "stock.toml"
-            if path.is_file():
+            path = self._file(folder, ANY, "stock")
+            if path is not None:
                 found = read(path, StockTable).order
                 for row in found:
                     self.check_known(f"{ANY}/stock.toml: order {row.name}", row.order)
@@ -137,7 +138,7 @@ class Tables:
                 raise TableError(f"{where} requires backends of the tables ({known}); got {name}{near}")
 
     def _arch_files(self, name: str) -> list[ArchTable]:
-        return [read(p, ArchTable) for f in self.folders if (p := f / name / "arch.toml").is_file()]
+        return [read(p, ArchTable) for f in self.folders if (p := self._file(f, name, "arch"))]
 
     def info(self, arch: str, backend: str) -> BackendInfo:
         """Return what holds for a backend on an architecture: that of `any/`, or what a nearer file says."""
@@ -210,7 +211,7 @@ class Tables:
         """
         found = []
         for name in self.ancestors(arch):
-            homes = [folder for folder in self.folders if (folder / name / "arch.toml").is_file()]
+            homes = [folder for folder in self.folders if self._file(folder, name, "arch")]
             if any(self._is_about(folder, name, backend) for folder in self.folders):
                 found.append(name)
             if homes and self._is_about(homes[0], name, backend):
@@ -218,7 +219,16 @@ class Tables:
         return tuple(found)
 
     def _is_about(self, folder: Path, scope: str, backend: str) -> bool:
-        return (folder / scope / f"{backend}.toml").is_file() or backend in self._several(folder, scope)
+        is_there = self._file(folder, scope, backend) is not None
+        return is_there or backend in self._several(folder, scope)
+
+    def _file(self, folder: Path, scope: str, stem: str) -> Path | None:
+        """Return a file of one folder, None where it has none; each is looked for once."""
+        key = (folder, scope, stem)
+        if key not in self._paths:
+            path = folder / scope / f"{stem}.toml"
+            self._paths[key] = path if path.is_file() else None
+        return self._paths[key]
 
     def _listed(self, arch: str) -> frozenset[str]:
         return frozenset(backend for name in self.ancestors(arch) for backend in self.arch(name).backends)
@@ -269,8 +279,8 @@ class Tables:
 
     def files(self, scope: str, stem: str) -> list[BackendTable]:
         """Return one file of every folder that has it."""
-        paths = (folder / scope / f"{stem}.toml" for folder in self.folders)
-        return [read(path, BackendTable) for path in paths if path.is_file()]
+        paths = (self._file(folder, scope, stem) for folder in self.folders)
+        return [read(path, BackendTable) for path in paths if path is not None]
 
     def answers(self, scope: str, backend: str) -> dict[Feature, FeatureAnswer]:
         """Return the feature answers that stand in one folder."""
@@ -289,26 +299,28 @@ class Tables:
     def _checked(self, scope: str, backend: str) -> Iterator[tuple[_Rules, _Options]]:
         """Give the rows of every folder, each with its file, once their names are known to be unique."""
         for folder in self.folders:
-            path = folder / scope / f"{backend}.toml"
+            path = self._file(folder, scope, backend)
             rules = list(self._several(folder, scope).get(backend, ()))
             options: _Options = []
-            if path.is_file():
+            if path is not None:
                 table = read(path, BackendTable)
                 rules += [(path, rule) for rule in table.rule]
                 options += [(path, option) for option in table.option]
             counts = Counter([*(rule.name for _, rule in rules), *(option.name for _, option in options)])
             twice = next((name for name, count in counts.items() if count > 1), None)
             if twice is not None:
-                raise TableError(f"{path}: rule {twice}: name requires a unique value; it stands twice.")
+                where = folder / scope / f"{backend}.toml"
+                raise TableError(f"{where}: rule {twice}: name requires a unique value; it stands twice.")
             yield rules, options
 
     def _several(self, folder: Path, scope: str) -> dict[str, _Rules]:
         """Return the rows of a folder that hold for several backends, by backend."""
-        path = folder / scope / f"{SEVERAL}.toml"
+        path = None if scope == SHARED else self._file(folder, scope, SEVERAL)
+        if path is None:
+            return {}
         if path not in self._bound:
-            rows = read(path, SharedRules).rule if scope != SHARED and path.is_file() else []
             found: dict[str, _Rules] = {}
-            for row in rows:
+            for row in read(path, SharedRules).rule:
                 self.check_known(f"{scope}/{SEVERAL}.toml: rule {row.name}", row.backends)
                 for backend in row.backends:
                     found.setdefault(backend, []).append((path, row.rule_of(backend)))

@@ -25,6 +25,7 @@ BACKEND: Final = r"^[a-z][a-z0-9_]*$"
 Backend = Annotated[str, StringConstraints(pattern=BACKEND)]
 Shared = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*/[a-z][a-z0-9_]*$")]
 Ranges = str | list[str]
+Examples = str | Annotated[list[str], Field(min_length=1)]
 OptionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 OptionValue = bool | int | str
 Seconds = Annotated[float, Field(ge=0.0)]
@@ -123,6 +124,9 @@ class _Condition(_Row):
             prepares it.
         repair: The preparation that lifts this row.
         because: Why the row exists, as a clause for people.
+        refuses: Calls that this row rejects, each a call line, then ` on ` and what matters of the machine:
+            `bf16 b2 hq8 sq512 d64 thd on sm_90 cudnn=9.15.0`. For checks and people; no decision reads it.
+        takes: Calls that it lets pass, as near to those as can be.
     """
 
     name: Name
@@ -134,6 +138,8 @@ class _Condition(_Row):
     requires: Box | AnyOf | Literal["never"]
     repair: Repair | None = None
     because: str
+    refuses: Examples | None = None
+    takes: Examples | None = None
     recheck_after: datetime.date | None = None
 
     @field_validator("when", "requires")

@@ -12,7 +12,7 @@ from support.cudnn_checks import allowed_of
 from support.cudnn_checks import inputs_of as trained_inputs_of
 from support.fa4_hosts import NEWEST
 from support.reference import attend
-from support.row_sides import verdict
+from support.row_calls import verdict
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 

@@ -15,7 +15,7 @@ def dsl_of(release):
 
 
 def fa4(release, dsl=None, **more):
-    """Return a host's versions with a beta of flash-attn-4, as a field of `row_sides.Case`."""
+    """Return a host's versions with a beta of flash-attn-4, as fields of a call in `row_calls`."""
     given = {"flash-attn-4": f"4.0.0b{release}", "nvidia-cutlass-dsl": dsl or dsl_of(release)}
     return {"versions": {**TORCH, **given, **more}}
 

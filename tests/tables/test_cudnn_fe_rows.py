@@ -5,34 +5,16 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from support.cudnn_kernel_cases import (
-    AMPERE_CASES,
-    DECODE_CASES,
+from support.row_calls import (
     DETERMINISTIC,
-    GQA,
-    KERNEL_CASES,
-    KERNEL_CASES_90,
-    KERNELS,
-    SLOW_CASES,
-    SM_103_CASES,
-    cases_of_every_path,
-    cudnn,
-)
-from support.row_sides import (
-    FINITE,
-    PADDED,
     TABLES,
-    THD,
     TRAINING,
-    Case,
     archs_with,
     causal,
-    check_every_row_has_a_case,
-    check_sides,
+    cudnn,
     dims,
     lengths,
     rows_of,
-    strides,
     takes,
     verdict,
     window,
@@ -45,157 +27,18 @@ HOST = {
     "nvidia-cutlass-dsl": "4.8.1",
 }
 SINK = {"sink": True}
-
-
-def frontend(release):
-    return {"versions": {"nvidia-cudnn-frontend": release}}
+GQA = {"num_heads_q": 8, "num_heads_kv": 2}
 
 
 SM_10X = "shared/cudnn_fe_sm_10x"
 NARROW = "shared/cudnn_fe_backward_128"
-CASES = [
-    *KERNEL_CASES,
-    *KERNEL_CASES_90,
-    *DECODE_CASES,
-    *AMPERE_CASES,
-    *SLOW_CASES,
-    *SM_103_CASES,
-    *cases_of_every_path("cudnn_fe"),
-    Case("any/cudnn_fe/dtype", "sm_90", {"dtype": "float32"}, {"dtype": "float16"}),
-    Case(
-        "any/cudnn_fe/ragged-backward-tokens-apart",
-        "sm_90",
-        THD | TRAINING | strides(tokens_contiguous=False),
-        strides(),
-    ),
-    Case("any/cudnn_fe/query-not-empty", "sm_90", lengths(0, 8), lengths(2, 8)),
-    Case("any/cudnn_fe/keys-not-empty", "sm_90", lengths(8, 0), lengths(8, 8)),
-    Case("any/cudnn_fe/batch-and-heads-not-empty", "sm_90", {"batch": 0}, {"batch": 1}),
-    Case("any/cudnn_fe/head-dim-multiple-of-8", "sm_90", dims(100), dims(104)),
-    Case("any/cudnn_fe/head-dim-max", "sm_90", dims(520), dims(512)),
-    Case("any/cudnn_fe/head-dim-max", "sm_90", dims(576, 512), dims(512, 320)),
-    Case("any/cudnn_fe/last-dim-contiguous", "sm_90", strides(last_dim_contiguous=False), strides()),
-    Case("any/cudnn_fe/aligned", "sm_90", strides(aligned_16=False), strides()),
-    Case("any/cudnn_fe/misaligned", "sm_90", strides(aligned_16=False) | frontend("1.31.0"), strides()),
-    Case(
-        "any/cudnn_fe/misaligned", "sm_90", strides(aligned_16=False) | frontend("1.29.1"), frontend("1.32.0")
-    ),
-    Case("any/cudnn_fe/kv-heads-expanded", "sm_90", strides(kv_heads_expanded=True), strides()),
-    Case("any/cudnn_fe/sink-query-length-1", "sm_90", SINK | lengths(1, 64), lengths(2, 64)),
-    Case("any/cudnn_fe/sink-before-9-13-1", "sm_90", SINK | cudnn("9.13.0"), cudnn("9.13.1")),
-    Case("any/cudnn_fe/sink-ragged-before-9-18", "sm_90", SINK | THD | cudnn("9.17.1"), cudnn("9.18.0")),
-    Case("any/cudnn_fe/sink-ragged-before-9-18", "sm_90", SINK | THD | cudnn("9.17.1"), {"layout": "bhsd"}),
-    Case("any/cudnn_fe/grid-batch", "sm_90", {"batch": 65536} | cudnn("9.18.1"), {"batch": 65535}),
-    Case("any/cudnn_fe/grid-batch", "sm_90", {"batch": 65536} | cudnn("9.18.1"), cudnn("9.19.0")),
-    Case(
-        "any/cudnn_fe/grid-heads",
-        "sm_90",
-        {"num_heads_q": 65536, "num_heads_kv": 32768} | cudnn("9.18.1"),
-        {"num_heads_q": 32768},
-    ),
-    Case(f"{NARROW}/backward-head-dim", "sm_80", TRAINING | dims(136), dims(128)),
-    Case(f"{NARROW}/backward-head-dim", "sm_121", TRAINING | dims(192, 128), {"phase": "inference"}),
-    Case(f"{NARROW}/backward-wide-heads", "sm_110", TRAINING | dims(264), {"phase": "inference"}),
-    Case(
-        "shared/cudnn_fe_ragged_from_9_18_1/ragged-before-9-18-1",
-        "sm_80",
-        THD | cudnn("9.18.0"),
-        cudnn("9.18.1"),
-    ),
-    Case(
-        f"{SM_10X}/backward-head-dim-before-9-11",
-        "sm_100",
-        TRAINING | dims(192, 128) | cudnn("9.10.2"),
-        cudnn("9.11.0"),
-    ),
-    Case(
-        f"{SM_10X}/backward-head-dim-before-9-23",
-        "sm_103",
-        TRAINING | dims(256) | cudnn("9.22.0"),
-        cudnn("9.23.0"),
-    ),
-    Case(
-        f"{SM_10X}/backward-head-dim-before-9-23",
-        "sm_100",
-        TRAINING | dims(192) | cudnn("9.22.0"),
-        dims(192, 128),
-    ),
-    Case(f"{SM_10X}/backward-head-dim", "sm_100", TRAINING | dims(256, 128), dims(256)),
-    Case(f"{SM_10X}/backward-head-dim", "sm_107", TRAINING | dims(256) | window(64, 64), {"mask": ()}),
-    Case(f"{SM_10X}/backward-head-dim", "sm_100", TRAINING | dims(256) | window(None, 64), window(64, 0)),
-    Case(
-        f"{SM_10X}/backward-256-ragged-before-9-25",
-        "sm_100",
-        TRAINING | THD | dims(256) | cudnn("9.24.1"),
-        cudnn("9.25.1"),
-    ),
-    Case("sm_90/cudnn_fe/backward-wide-heads", "sm_90", TRAINING | dims(264), dims(256)),
-    Case(
-        "sm_90/cudnn_fe/wide-heads-before-1-31", "sm_90", dims(512) | frontend("1.30.0"), frontend("1.31.0")
-    ),
-    Case(
-        "sm_90/cudnn_fe/wide-heads-without-cute-dsl",
-        "sm_90",
-        dims(512) | {"versions": {"nvidia-cutlass-dsl": "4.6.2"}},
-        {"versions": {"nvidia-cutlass-dsl": "4.7.0"}},
-    ),
-    Case("sm_90/cudnn_fe/wide-and-narrow-heads", "sm_90", dims(512, 256), dims(512, 264)),
-    Case(
-        "sm_100/cudnn_fe/backward-wide-and-narrow-heads", "sm_100", TRAINING | dims(512, 256), dims(512, 264)
-    ),
-    Case(
-        "sm_100/cudnn_fe/backward-wide-heads-before-9-11",
-        "sm_100",
-        TRAINING | dims(512) | cudnn("9.10.2"),
-        cudnn("9.11.0"),
-    ),
-    Case(
-        "sm_100/cudnn_fe/backward-wide-heads-before-1-31",
-        "sm_103",
-        TRAINING | dims(512) | frontend("1.30.0"),
-        frontend("1.31.0"),
-    ),
-    Case(
-        "sm_100/cudnn_fe/backward-wide-heads-without-cute-dsl",
-        "sm_100",
-        TRAINING | dims(512) | {"versions": {"nvidia-cutlass-dsl": "4.6.2"}},
-        {"versions": {"nvidia-cutlass-dsl": "4.7.0"}},
-    ),
-    Case(
-        "sm_100/cudnn_fe/backward-wide-heads-deterministic",
-        "sm_100",
-        DETERMINISTIC | dims(512),
-        {"deterministic": False},
-    ),
-    Case(
-        "sm_100/cudnn_fe/backward-wide-heads-query-length-1",
-        "sm_100",
-        TRAINING | dims(512) | lengths(1, 64),
-        lengths(2, 64),
-    ),
-    *(
-        Case(f"{SM_10X}/zero-times-nan", arch, PADDED | change, FINITE)
-        for arch, change in [("sm_100", {}), ("sm_103", TRAINING), ("sm_107", {})]
-    ),
-    Case(f"{SM_10X}/zero-times-nan", "sm_100", PADDED | frontend("1.30.0"), frontend("1.29.1")),
-    Case("any/cudnn_fe/zero-times-nan-wide-heads", "sm_90", PADDED | dims(512), FINITE),
-    Case("any/cudnn_fe/zero-times-nan-wide-heads", "sm_120", TRAINING | PADDED | dims(320, 64), dims(256)),
-    Case("sm_107/cudnn_fe/arch-before-9-25", "sm_107", cudnn("9.24.1"), cudnn("9.25.1")),
-    Case("sm_107/cudnn_fe/backward-wide-heads", "sm_107", TRAINING | dims(264), {"phase": "inference"}),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_both_sides(case):
-    check_sides("cudnn_fe", HOST, case)
-
-
-def test_every_row_is_tried():
-    check_every_row_has_a_case("cudnn_fe", CASES)
 
 
 def test_where_shared_rows_hold():
-    assert archs_with("cudnn_fe", f"{KERNELS}/known-bad-9-10") == set(TABLES.arch_names) - {"cpu", "sm_75"}
+    assert archs_with("cudnn_fe", "shared/cudnn_fe_kernels/known-bad-9-10") == set(TABLES.arch_names) - {
+        "cpu",
+        "sm_75",
+    }
     assert archs_with("cudnn_fe", f"{NARROW}/backward-head-dim") == {
         "sm_80",
         "sm_86",

@@ -8,123 +8,20 @@ from math import gcd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fa4_hosts import DETERMINISTIC, MHA, MQA, NEWEST, RELEASES, SINK, fa4
-from support.row_sides import (
-    THD,
+from support.fa4_hosts import MHA, MQA, NEWEST, RELEASES, SINK, fa4
+from support.row_calls import (
     TRAINING,
-    Case,
     archs_with,
     causal,
-    check_sides,
     dims,
     findings,
-    lengths,
-    rows_of,
-    strides,
     verdict,
-    window,
 )
 
-DSL_4_6 = "shared/fa4_sm_103/backward-cutlass-dsl-4-6-0"
 COMMON, FEATURES = "shared/fa4_sm_10x", "shared/fa4_sm_10x_features"
-SOFTCAP = {"softcap": 30.0}
 BSHD = {"layout": "bshd"}
 WIDE = dims(256)
-LATENT = TRAINING | dims(192, 128)
-CUDA_12 = {"torch": "2.11.0+cu128"}
 
-COMMON_CASES = [
-    Case(f"{COMMON}/head-dim-multiple-of-8-before-b5", "sm_100", dims(68) | fa4(4), dims(72)),
-    Case(f"{COMMON}/head-dims-before-b5", "sm_100", dims(192) | fa4(4), dims(192, 128)),
-    Case(f"{COMMON}/head-dims-before-b5", "sm_100", WIDE | fa4(4), fa4(5)),
-    Case(f"{COMMON}/absorbed-64-512", "sm_100", dims(64, 512), dims(64, 128)),
-    Case(f"{COMMON}/absorbed-64-512", "sm_110", dims(64, 512), dims(512, 512)),
-    Case(f"{COMMON}/symmetric-512", "sm_100", dims(512), WIDE),
-    Case(f"{COMMON}/symmetric-512", "sm_103", dims(512) | fa4(16), fa4(15)),
-    Case(f"{COMMON}/launch-below-32-before-b16", "sm_100", dims(16) | fa4(15), fa4(16)),
-    Case(f"{COMMON}/launch-below-32-before-b16", "sm_100", dims(64, 8) | fa4(14), dims(64, 32)),
-    Case(f"{COMMON}/values-wider-before-b26", "sm_100", dims(64, 128) | fa4(25), fa4(26)),
-    Case(f"{COMMON}/values-wider-before-b26", "sm_100", dims(64, 128) | fa4(25), dims(128, 64)),
-    Case(f"{COMMON}/backward-multiple-of-32-before-b30", "sm_100", TRAINING | dims(72) | fa4(29), fa4(30)),
-    Case(f"{COMMON}/backward-multiple-of-32-before-b30", "sm_100", TRAINING | dims(72) | fa4(29), dims(96)),
-    Case(f"{COMMON}/backward-dv-store-16", "sm_100", TRAINING | dims(128, 40) | fa4(29), fa4(30)),
-    Case(f"{COMMON}/backward-dv-store-16", "sm_100", TRAINING | dims(128, 96) | fa4(29), dims(128, 64)),
-    Case(f"{COMMON}/backward-dv-store-32", "sm_103", TRAINING | dims(128, 96), {"phase": "inference"}),
-    Case(f"{COMMON}/backward-dv-store-32", "sm_110", TRAINING | dims(64, 96), dims(64, 128)),
-    Case(f"{COMMON}/backward-192-cuda-12", "sm_100", LATENT | fa4(10, **CUDA_12), fa4(10)),
-    Case(f"{COMMON}/backward-192-cuda-12", "sm_110", LATENT | fa4(12, **CUDA_12), fa4(13, **CUDA_12)),
-    Case(f"{COMMON}/head-dim-256-layout-before-b20", "sm_100", WIDE | fa4(19), BSHD),
-    Case(f"{COMMON}/head-dim-256-layout-before-b20", "sm_100", WIDE | fa4(19), fa4(20)),
-    Case(
-        f"{COMMON}/head-dim-256-layout-before-b20",
-        "sm_100",
-        WIDE | BSHD | strides(packed=False) | fa4(18),
-        strides(),
-    ),
-    Case(f"{COMMON}/head-dim-256-backward-before-b13", "sm_100", TRAINING | BSHD | WIDE | fa4(12), fa4(13)),
-    Case(
-        f"{COMMON}/head-dim-256-backward-before-b13",
-        "sm_100",
-        TRAINING | BSHD | WIDE | fa4(11),
-        {"phase": "inference"},
-    ),
-    Case(f"{COMMON}/head-dim-256-cross-b11", "sm_100", WIDE | BSHD | lengths(8, 512) | fa4(11), fa4(12)),
-    Case(
-        f"{COMMON}/head-dim-256-cross-b11", "sm_100", WIDE | BSHD | lengths(8, 512) | fa4(11), lengths(8, 8)
-    ),
-    Case(f"{COMMON}/head-dim-256-ragged-before-b14", "sm_100", WIDE | THD | fa4(13), fa4(14)),
-    Case(f"{COMMON}/head-dim-256-ragged-before-b14", "sm_100", WIDE | THD | fa4(13), BSHD),
-]
-FEATURE_CASES = [
-    Case(
-        f"{FEATURES}/backward-window-192-before-b7",
-        "sm_100",
-        TRAINING | dims(192, 128) | window(64, 0) | fa4(4),
-        fa4(5),
-    ),
-    Case(f"{FEATURES}/head-dim-256-window-before-b34", "sm_100", WIDE | window(64, 0) | fa4(33), fa4(34)),
-    Case(f"{FEATURES}/head-dim-256-window-before-b34", "sm_100", WIDE | window(64, 0) | fa4(33), dims(128)),
-    Case(f"{FEATURES}/head-dim-256-softcap-before-b34", "sm_100", WIDE | SOFTCAP | fa4(33), fa4(34)),
-    Case(f"{FEATURES}/head-dim-256-sink-before-b34", "sm_110", WIDE | SINK | fa4(33), fa4(34)),
-    Case(
-        f"{FEATURES}/head-dim-256-single-query-before-b31",
-        "sm_100",
-        WIDE | THD | lengths(1, 64) | fa4(30),
-        fa4(31),
-    ),
-    Case(
-        f"{FEATURES}/head-dim-256-single-query-before-b31",
-        "sm_100",
-        WIDE | THD | lengths(1, 64) | fa4(30),
-        lengths(2, 64),
-    ),
-    Case(f"{FEATURES}/head-dim-256-backward-window", "sm_100", TRAINING | WIDE | window(64, 0), causal()),
-    Case(
-        f"{FEATURES}/head-dim-256-backward-window",
-        "sm_103",
-        TRAINING | WIDE | window(64, 0),
-        {"phase": "inference"},
-    ),
-    Case(f"{FEATURES}/head-dim-256-backward-softcap", "sm_100", TRAINING | WIDE | SOFTCAP, dims(128)),
-    Case(f"{FEATURES}/head-dim-256-backward-sink", "sm_100", TRAINING | WIDE | SINK, {"phase": "inference"}),
-    Case(
-        f"{FEATURES}/head-dim-256-deterministic-before-b34",
-        "sm_100",
-        TRAINING | WIDE | DETERMINISTIC | fa4(33),
-        fa4(34),
-    ),
-]
-OTHER_CASES = [
-    Case("sm_103/fa4/arch-before-b15", "sm_103", fa4(14), fa4(15)),
-    Case(DSL_4_6, "sm_103", TRAINING | fa4(26, "4.6.0"), fa4(26)),
-    Case(DSL_4_6, "sm_103", TRAINING | fa4(20, "4.6.1"), fa4(20, "4.6.2")),
-    Case(DSL_4_6, "sm_103", TRAINING | THD | MQA | fa4(26, "4.6.0"), MHA),
-    Case(DSL_4_6, "sm_103", TRAINING | fa4(26, "4.6.0"), {"phase": "inference"}),
-    Case("shared/fa4_sm_110/cutlass-dsl-before-4-6", "sm_110", fa4(16, "4.5.2"), fa4(27, "4.8.1")),
-    Case("shared/fa4_sm_110/head-dim-256-before-b15", "sm_110", WIDE | fa4(14), fa4(15)),
-    Case("shared/fa4_sm_110/head-dim-256-before-b15", "sm_110", WIDE | fa4(14), dims(128)),
-]
-CASES = [*COMMON_CASES, *FEATURE_CASES, *OTHER_CASES]
 
 NOT_WITH_128 = {
     16: {8, 16, 24, 32, 40, 48, 72, 80, 88, 96, 104, 112},
@@ -141,16 +38,6 @@ def wrong_values(release, head_dim_qk=128):
         for v in range(8, 129, 8)
     }
     return {v for v, finding in found.items() if finding.outcome == "fail"}
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_row_refuses_one_side_and_takes_the_other(case):
-    check_sides("fa4", NEWEST, case)
-
-
-def test_every_row_but_the_recorded_ones_has_a_case():
-    mine = {r for r in rows_of("fa4") if r.startswith(("shared/fa4_sm_1", "sm_103/"))}
-    assert {case.rule for case in CASES} == {r for r in mine if "/validator-" not in r}
 
 
 @pytest.mark.parametrize("release", RELEASES)

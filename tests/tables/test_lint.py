@@ -21,6 +21,8 @@ kind = "{kind}"
 versions = {{ {versions} }}
 requires = {{ head_dim_qk = "<=100" }}
 because = "of this test"
+refuses = "bf16 b1 hq8 sq64 d104"
+takes = "bf16 b1 hq8 sq64 d96"
 evidence = [{{ kind = "{evidence}", ref = "nowhere" }}]
 {more}
 """

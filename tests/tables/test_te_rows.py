@@ -5,33 +5,18 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from support.cudnn_kernel_cases import (
-    AMPERE_CASES,
-    DECODE_CASES,
+from support.row_calls import (
     DETERMINISTIC,
-    KERNEL_CASES,
-    KERNEL_CASES_90,
-    SLOW_CASES,
-    SM_103_CASES,
-    cases_of_every_path,
-    cudnn,
-)
-from support.row_sides import (
     FINITE,
-    LEFT_OUT_CASE,
     PADDED,
     TABLES,
-    THD,
     TRAINING,
-    Case,
     archs_with,
     causal,
-    check_every_row_has_a_case,
-    check_sides,
+    cudnn,
     dims,
     lengths,
     rows_of,
-    strides,
     takes,
     verdict,
     window,
@@ -51,112 +36,6 @@ def te(release):
 
 def both(te_release, cudnn_release):
     return {"versions": {"transformer-engine": te_release, "cudnn": cudnn_release}}
-
-
-SM_10X = "shared/te_sm_10x"
-CASES = [
-    LEFT_OUT_CASE,
-    *KERNEL_CASES,
-    *KERNEL_CASES_90,
-    *DECODE_CASES,
-    *AMPERE_CASES,
-    *SLOW_CASES,
-    *SM_103_CASES,
-    *cases_of_every_path("te"),
-    Case("any/te/dtype", "sm_90", {"dtype": "float32"}, {"dtype": "float16"}),
-    Case("any/te/query-not-empty", "sm_90", lengths(0, 8), lengths(2, 8)),
-    Case("any/te/keys-not-empty", "sm_90", lengths(8, 0), lengths(8, 8)),
-    Case("any/te/batch-and-heads-not-empty", "sm_90", {"batch": 0}, {"batch": 1}),
-    Case("any/te/head-dim-multiple-of-8", "sm_90", dims(100), dims(104)),
-    Case("any/te/head-dim-max", "sm_90", dims(520), dims(512)),
-    Case(
-        "any/te/window-of-more-queries",
-        "sm_90",
-        THD | lengths(96, 64) | window(8, 0, "bottom_right"),
-        lengths(64, 96),
-    ),
-    Case(
-        "any/te/bottom-right-of-more-queries",
-        "sm_90",
-        THD | lengths(96, 64) | causal("bottom_right"),
-        lengths(64, 96),
-    ),
-    Case(
-        "any/te/backward-length-not-multiple-of-128",
-        "sm_90",
-        TRAINING | lengths(200, 200) | cudnn("9.15.0"),
-        cudnn("9.15.1"),
-    ),
-    Case(
-        "any/te/backward-length-not-multiple-of-128",
-        "sm_90",
-        TRAINING | lengths(200, 200) | cudnn("9.15.0"),
-        lengths(200, 256),
-    ),
-    Case(
-        "any/te/backward-length-not-multiple-of-128",
-        "sm_90",
-        TRAINING | lengths(200, 200) | cudnn("9.15.0"),
-        THD,
-    ),
-    Case("shared/te_training_128/backward-head-dim", "sm_80", TRAINING | dims(136), dims(128)),
-    Case("shared/te_training_128/backward-head-dim", "sm_121", TRAINING | dims(256), {"phase": "inference"}),
-    Case(
-        "shared/te_head_dim_before_9_10_2/head-dim-before-9-10-2",
-        "sm_86",
-        dims(136) | cudnn("9.9.0"),
-        cudnn("9.10.2"),
-    ),
-    Case("sm_80/te/no-ragged-batches", "sm_89", THD, {"layout": "bhsd"}),
-    Case("sm_90/te/head-dim-before-9-10-2", "sm_90", dims(264) | cudnn("9.9.0"), dims(256)),
-    Case("sm_90/te/head-dim-before-9-10-2", "sm_90", dims(512) | cudnn("9.9.0"), cudnn("9.10.2")),
-    Case("sm_90/te/backward-head-dim", "sm_90", TRAINING | dims(264), dims(256)),
-    Case("sm_90/te/backward-wide-unequal-head-dims", "sm_90", TRAINING | dims(256, 128), dims(192, 128)),
-    Case("sm_90/te/backward-wide-unequal-head-dims", "sm_90", TRAINING | dims(128, 192), te("2.20.2")),
-    Case("sm_90/te/backward-wide-unequal-head-dims", "sm_90", TRAINING | dims(256, 128), dims(256, 120)),
-    Case(
-        f"{SM_10X}/backward-head-dim-before-9-11",
-        "sm_100",
-        TRAINING | dims(192, 128) | cudnn("9.10.2"),
-        cudnn("9.11.0"),
-    ),
-    Case(
-        f"{SM_10X}/backward-head-dim-before-9-23",
-        "sm_103",
-        TRAINING | dims(256) | cudnn("9.22.0"),
-        cudnn("9.23.0"),
-    ),
-    Case(
-        f"{SM_10X}/backward-head-dim-before-2-18", "sm_100", TRAINING | dims(256) | te("2.17.1"), te("2.18.0")
-    ),
-    Case("any/te/misaligned", "sm_90", strides(aligned_16=False), strides()),
-    Case(f"{SM_10X}/backward-head-dim", "sm_100", TRAINING | dims(256) | window(64, 64), {"mask": ()}),
-    Case(f"{SM_10X}/backward-head-dim", "sm_103", TRAINING | dims(256) | window(64, None), window(64, 0)),
-    Case(f"{SM_10X}/backward-head-dim", "sm_100", TRAINING | dims(192) | window(64, 0), dims(256)),
-    Case(
-        f"{SM_10X}/backward-256-ragged-before-9-25",
-        "sm_100",
-        TRAINING | THD | dims(256) | cudnn("9.24.1"),
-        cudnn("9.25.1"),
-    ),
-    Case("sm_107/te/arch-before-9-25", "sm_107", cudnn("9.24.1"), cudnn("9.25.1")),
-    Case("sm_120/te/ragged-backward-before-2-18", "sm_120", TRAINING | THD | te("2.17.1"), te("2.18.0")),
-    Case(
-        "sm_120/te/ragged-backward-before-2-18",
-        "sm_121",
-        TRAINING | THD | te("2.12.0"),
-        {"phase": "inference"},
-    ),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_both_sides(case):
-    check_sides("te", HOST, case)
-
-
-def test_every_row_is_tried():
-    check_every_row_has_a_case("te", CASES)
 
 
 def test_where_te_is_described():

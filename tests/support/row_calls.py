@@ -1,8 +1,6 @@
-"""Both sides of a table row: a call that it refuses and one, as near as can be, that it lets pass."""
+"""Calls in short, what a backend's rows find in them, and where rows hold."""
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 from attnroute.engine.decide import judge
 from attnroute.engine.evaluate import evaluate
@@ -24,34 +22,12 @@ CALL = {
     "head_dim_v": 64,
 }
 TRAINING = {"phase": "training"}
+DETERMINISTIC = TRAINING | {"deterministic": True}
 THD = {"layout": "thd", "batch": 1}
 
 
 PADDED = {"mask": ({"kind": "key_padding", "lengths": (100, 512)},)}
 FINITE = {"mask": ({"kind": "key_padding", "lengths": (100, 512), "finite": True},)}
-
-
-class Case(NamedTuple):
-    """One row, held against two calls.
-
-    Attributes:
-        rule: Its id.
-        arch: Where.
-        refused: Fields of a call that fails it, over `CALL`, and the host's `versions`.
-        taken: What is said instead in the call that does not.
-    """
-
-    rule: str
-    arch: str
-    refused: dict[str, Any]
-    taken: dict[str, Any]
-
-    def __str__(self) -> str:
-        return f"{self.arch}:{self.rule}"
-
-
-LEFT_OUT_CASE = Case("shared/left_out_finite/zero-times-nan", "sm_90", PADDED, FINITE)
-"""Of every backend that reads what padding leaves out."""
 
 
 def dims(qk, v=None):
@@ -68,6 +44,10 @@ def causal(alignment="top_left"):
 
 def window(left, right, alignment="top_left"):
     return {"mask": ({"kind": "window", "left": left, "right": right, "alignment": alignment},)}
+
+
+def cudnn(release):
+    return {"versions": {"cudnn": release}}
 
 
 def strides(**given):
@@ -105,22 +85,6 @@ def rows_of(backend):
     for arch in CUDA_ARCHS:
         found |= {row.id: row for row in TABLES.rules(arch, backend) or ()}
     return found
-
-
-def check_sides(backend, versions, case):
-    """Assert that a row refuses one call and takes the other, and that its repair lifts it."""
-    refused = findings(backend, versions, case.arch, case.refused)[case.rule]
-    taken = findings(backend, versions, case.arch, {**case.refused, **case.taken})[case.rule]
-    assert refused.outcome == "fail"
-    assert taken.outcome in ("pass", "not_applicable")
-    if refused.repair is not None:
-        lifted = {f.rule: f for f in verdict(backend, versions, case.arch, case.refused).findings}
-        assert lifted[case.rule].repaired_by is not None
-
-
-def check_every_row_has_a_case(backend, cases):
-    """Assert that no row is left untried."""
-    assert {case.rule for case in cases} == set(rows_of(backend))
 
 
 def archs_with(backend, rule):
