@@ -27,7 +27,7 @@ from attnroute.question.call import (
     Strides,
     WindowNode,
 )
-from attnroute.question.facts import FACTS, UNKNOWN, Varies, alignment_of, empty_rows_of, facts_of
+from attnroute.question.facts import FACTS, UNKNOWN, Facts, Varies, empty_rows_of, facts_of
 from attnroute.question.normalize import normalize
 
 SQUARE = Call(
@@ -56,7 +56,7 @@ def test_facts_are_plain_values(call):
 
 
 def test_every_fact_is_described_in_words():
-    assert [name for name, said in FACTS.items() if not said.strip()] == []
+    assert [name for name, fact in FACTS.items() if not fact.doc.strip()] == []
 
 
 def test_the_facts_of_a_plain_call():
@@ -288,7 +288,7 @@ def test_facts_follow_the_call(changes, facts):
     ],
 )
 def test_alignment(seqlen_kv, nodes, alignment):
-    assert alignment_of(SQUARE.with_(seqlen_kv=seqlen_kv, mask=nodes)) == alignment
+    assert Facts(SQUARE.with_(seqlen_kv=seqlen_kv, mask=nodes))["alignment"] == alignment
 
 
 @pytest.mark.parametrize("name", ["seqlen_q", "seqlen_kv"])

@@ -140,9 +140,11 @@ OWNED = {
     "integrations/transformers/__init__.py": {"_REGISTERED"},
     "masks/lowered/mods.py": {"_CONSTANTS"},
     "probes/packages.py": {"_MARKED"},
+    "question/facts/registry.py": {"FACTS"},
 }
 """Containers of modules that are filled later and are no `Memory`: listeners, names that a user registers,
-eight numbers, one entry per known distribution. Each has its bound in that."""
+eight numbers, one entry per known distribution, facts as their modules are imported. Each has its bound in
+that."""
 NAMES = {"backend", "dtype", "function", "name", "operator"}
 """Arguments that have a handful of values: a function of one of these may remember all of them."""
 

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attnroute.api import failures
 from attnroute.engine.classes import class_of
-from attnroute.engine.decide import decide
+from attnroute.engine.decide import decide, describe
 from attnroute.engine.decision import Decision
+from attnroute.engine.select import Selection, select
 from attnroute.errors import NoBackendError, QuadraticAttentionWarning
 from attnroute.masks.tracing import is_tracing
 from attnroute.memory import Memory
@@ -71,6 +72,20 @@ class Choice:
             verdict.first_call_seconds is not None,
         )
 
+    @classmethod
+    def of_selection(cls, selection: Selection) -> Choice:
+        """Return what stays of a selection that found something; its decision would give the same."""
+        judgement = selection.judgements[selection.selected or ""]
+        return cls(
+            selection.call,
+            selection.host,
+            selection.policy,
+            judgement.backend,
+            judgement.repairs,
+            judgement.options.values,
+            judgement.rows.info.first_call_seconds is not None,
+        )
+
     def decision(self) -> Decision:
         """Decide again: the same question always gets the same answer."""
         return decide(self.call, self.host, load(self.policy.tables), self.policy)
@@ -97,9 +112,9 @@ def chosen(call: Call, host: Host, tables: Tables, policy: Policy) -> Choice:
     policy, where = _class(call, host, tables, policy)
     choice = None if where is None else _CLASSES.get(where)
     if choice is None:
-        decision = _new_decision(call, host, tables, policy)
-        choice = Choice.of(decision)
-        if _is_shared(where, decision):
+        selection = _new_selection(call, host, tables, policy)
+        choice = Choice.of_selection(selection)
+        if _is_shared(where, choice.backend):
             _CLASSES.put(where, choice)
     return choice
 
@@ -109,8 +124,8 @@ def decided(call: Call, host: Host, tables: Tables, policy: Policy) -> Decision:
     policy, where = _class(call, host, tables, policy)
     decision = None if where is None else _DECISIONS.get(where)
     if decision is None:
-        decision = _new_decision(call, host, tables, policy)
-        if _is_shared(where, decision):
+        decision = describe(_new_selection(call, host, tables, policy))
+        if _is_shared(where, decision.selected):
             _DECISIONS.put(where, decision)
     return decision
 
@@ -127,38 +142,40 @@ def _class(call: Call, host: Host, tables: Tables, policy: Policy) -> tuple[Poli
     return policy, None if group is None else (group, host, policy.key, tables)
 
 
-def _is_shared(where: object, decision: Decision) -> bool:
+def _is_shared(where: object, backend: str | None) -> bool:
     """The slow tier says its bytes, which every length changes, so each of its calls is decided by itself."""
-    return where is not None and decision.selected not in SLOW_TIER
+    return where is not None and backend not in SLOW_TIER
 
 
-def _new_decision(call: Call, host: Host, tables: Tables, policy: Policy) -> Decision:
-    decision = _importable(decide(call, host, tables, policy), tables, policy)
-    _check(decision, policy)
-    announce(decision, explain_mode())
-    return decision
+def _new_selection(call: Call, host: Host, tables: Tables, policy: Policy) -> Selection:
+    selection = _importable(select(call, host, tables, policy))
+    _check(selection)
+    if (mode := explain_mode()) != "off":
+        announce(describe(selection), mode)
+    return selection
 
 
-def _importable(decision: Decision, tables: Tables, policy: Policy) -> Decision:
-    """Decide again for as long as what was selected cannot be imported, which only trying it shows."""
+def _importable(selection: Selection) -> Selection:
+    """Select again for as long as what was selected cannot be imported, which only trying it shows."""
     # A tracer's modes would make fake what packages prepare while they are imported.
     tried: set[str] = set()
     with _disable_current_modes() if is_tracing() else nullcontext():
-        while (selected := decision.selected) is not None and imports.settle(selected) is not None:
+        while (selected := selection.selected) is not None and imports.settle(selected) is not None:
             if selected in tried:
                 # What failed is nothing that it needs by name: its executor says so, and is replaced.
                 break
             tried.add(selected)
-            broken = {**decision.host.broken, **packages.broken()}
-            host = decision.host.model_copy(update={"broken": broken})
-            decision = decide(decision.call, host, tables, policy)
-    return decision
+            broken = {**selection.host.broken, **packages.broken()}
+            host = selection.host.model_copy(update={"broken": broken})
+            selection = select(selection.call, host, selection.tables, selection.policy)
+    return selection
 
 
-def _check(decision: Decision, policy: Policy) -> None:
+def _check(selection: Selection) -> None:
     """Raise when nothing may run, warn when the slow tier would compute many scores."""
-    if decision.selected is None:
+    selected, limit = selection.selected, selection.policy.quadratic_limit_bytes
+    if selected is None:
+        decision = describe(selection)
         raise NoBackendError(render_failure(decision), decision)
-    verdict = decision.verdict(decision.selected)
-    if decision.selected in SLOW_TIER and verdict.score_bytes > policy.quadratic_limit_bytes:
-        warnings.warn(render_quadratic(decision), QuadraticAttentionWarning, stacklevel=7)
+    if selected in SLOW_TIER and selection.judgements[selected].score_bytes > limit:
+        warnings.warn(render_quadratic(describe(selection)), QuadraticAttentionWarning, stacklevel=7)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
 
 from attnroute.engine.quadratic import may_grow
 from attnroute.engine.repairs import apply
-from attnroute.question.call import Call, DocumentsNode
-from attnroute.question.facts import LENGTH_FACTS, empty_rows_of, facts_of
+from attnroute.question.call import Call, Context, DocumentsNode, Strides
+from attnroute.question.facts import FACTS, LENGTH_FACTS, Facts, Unknown, Varies, empty_rows_of
 from attnroute.question.normalize import normalize, recognized
 from attnroute.tables import conditions
 from attnroute.tables.preferences import preferences
@@ -26,6 +27,25 @@ if TYPE_CHECKING:
     from attnroute.tables.load import Tables
 
 Condition = tuple[str, "Spec"]
+
+_FIXED: Final = attrgetter(
+    *(
+        "dtype",
+        "batch",
+        "num_heads_q",
+        "num_heads_kv",
+        "head_dim_qk",
+        "head_dim_v",
+        "layout",
+        "phase",
+        "scale",
+    ),
+    *("softcap", "sink", "dropout_p", "deterministic", "return_lse", "qkv_requires_grad"),
+    *(f"strides.{name}" for name in Strides.model_fields),
+    *(f"context.{name}" for name in Context.model_fields),
+)
+"""Every field of a call but its lengths, mask and bias."""
+_OTHER_FACTS: Final = tuple(name for name in FACTS if name not in LENGTH_FACTS)
 
 
 def class_of(call: Call, arch: str, tables: Tables) -> Hashable | None:
@@ -43,23 +63,48 @@ def class_of(call: Call, arch: str, tables: Tables) -> Hashable | None:
 
 
 def _form(call: Call, arch: str, tables: Tables) -> Hashable:
-    facts = facts_of(call)
-    fixed = tuple(value if name not in LENGTH_FACTS else None for name, value in facts.items())
-    asked = tuple(
-        conditions.evaluate(spec, facts[field], facts) for field, spec in length_conditions(tables, arch)
-    )
+    facts = Facts(call)
+    return (_FIXED(call), _mask(call, facts), _answers(facts, _length_checks(tables, arch)))
+
+
+def _mask(call: Call, facts: Facts) -> Hashable:
+    """Return what decisions read in mask and bias, their sizes aside."""
+    if not call.mask and call.bias is None:
+        return facts["empty_rows"]
+    # Whether a mask that is built makes memory quadratic, and what it then is, depends on these.
+    sizes = (may_grow(facts), call.seqlen_q > 1)
+    if call.bias is None and facts["band_only"]:
+        bands = tuple((n.kind, getattr(n, "left", None), getattr(n, "right", 0)) for n in call.mask)
+        return (bands, facts["alignment"], facts["empty_rows"], sizes)
     nodes = tuple((n.kind, n.contiguous if isinstance(n, DocumentsNode) else None) for n in call.mask)
-    # What a materialised mask is depends on these, through the repairs.
     rows = empty_rows_of(call.with_(bias=None)) if call.mask else None
-    derived = (call.seqlen_q > 1, rows)
-    return (fixed, asked, nodes, derived, _repaired(call), call.context, call.qkv_requires_grad)
+    return (tuple(facts[name] for name in _OTHER_FACTS), nodes, rows, sizes, _repaired(call, facts))
 
 
-def _repaired(call: Call) -> Hashable:
+def _repaired(call: Call, facts: Facts) -> Hashable:
     """What repairs read in a mask and no row can ask: the side of padding, what a disjunction is made of."""
     tensor = apply("materialize_mask", call)
-    built = None if tensor is None else (facts_of(tensor[0])["mask_has_query_dim"], may_grow(call))
+    built = None if tensor is None else (Facts(tensor[0])["mask_has_query_dim"], may_grow(facts))
     return apply("to_varlen", call) is None, apply("materialize_alibi", call) is None, built
+
+
+def _answers(facts: Facts, checks: tuple[conditions.Check, ...]) -> Hashable:
+    """Hold the conditions on lengths against a call, without a Python call for each."""
+    found: list[object] = []
+    for field, holds, spec in checks:
+        value = facts[field]
+        if holds is None or isinstance(value, Varies | Unknown):
+            found.append(conditions.evaluate(spec, value, facts))
+        else:
+            found.append(holds(value))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _length_checks(tables: Tables, arch: str) -> tuple[conditions.Check, ...]:
+    """Return the conditions on lengths of an architecture, compiled, each term once."""
+    boxes = [{field: spec} for field, spec in length_conditions(tables, arch)]
+    return tuple(check for box in conditions.compiled(boxes).boxes for check in box)
 
 
 def length_conditions(tables: Tables, arch: str) -> tuple[Condition, ...]:

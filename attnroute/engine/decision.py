@@ -68,6 +68,11 @@ class Verdict(_Part):
     excluded: Exclusion | None = None
 
     @property
+    def is_slow(self) -> bool:
+        """Whether a row says that the backend is slow for this call."""
+        return any(f.kind == "slow" and f.outcome == "fail" for f in self.findings)
+
+    @property
     def blocking(self) -> tuple[Finding, ...]:
         """The findings that keep this backend from being eligible."""
         return tuple(f for f in self.findings if f.blocks)

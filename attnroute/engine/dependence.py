@@ -13,7 +13,7 @@ from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply
 from attnroute.engine.quadratic import SMALL_MASK
 from attnroute.engine.rank import may_precede, preferred
 from attnroute.question.call import AlibiBias
-from attnroute.question.facts import LENGTH_FACTS, Facts, facts_of, sizes_of
+from attnroute.question.facts import LENGTH_FACTS, Facts, facts_of
 from attnroute.tables import conditions
 from attnroute.tables.preferences import preferences
 from attnroute.tables.schema import AnyOf, Box, Rule, boxes_of
@@ -74,7 +74,7 @@ class _Open:
 
 def open_facts(call: Call, batch: Any, seqlen_q: Any, seqlen_kv: Any) -> dict[str, Any]:
     """Return the facts of a call, those that may be open computed from other sizes than its own."""
-    sizes = sizes_of(_Open(call, batch, seqlen_q, seqlen_kv))  # type: ignore[arg-type]
+    sizes = Facts(_Open(call, batch, seqlen_q, seqlen_kv))
     return {**facts_of(call), **{name: sizes[name] for name in OPEN}}
 
 
@@ -90,14 +90,14 @@ def questions_of(decision: Decision, tables: Tables, fields: Fields) -> tuple[Qu
     return tuple(q for q in found if any(box.conditions for box in (*q.when, *q.requires)))
 
 
-def answer(question: Question, facts: Facts) -> None:
+def answer(question: Question, facts: conditions.Facts) -> None:
     """Evaluate what a question needs asked; with a tracer's numbers, the answers become its conditions."""
     applies = _answered(question.when, facts, stop=question.exact)
     if applies or not question.exact:
         _answered(question.requires, facts, stop=question.exact)
 
 
-def _answered(boxes: tuple[Asked, ...], facts: Facts, *, stop: bool) -> bool:
+def _answered(boxes: tuple[Asked, ...], facts: conditions.Facts, *, stop: bool) -> bool:
     """Ask box after box until one certainly holds, and return whether any is not certainly false."""
     possible = False
     for box in boxes:
@@ -108,7 +108,7 @@ def _answered(boxes: tuple[Asked, ...], facts: Facts, *, stop: bool) -> bool:
     return possible
 
 
-def _held(asked: tuple[Condition, ...], facts: Facts, *, stop: bool) -> Tri:
+def _held(asked: tuple[Condition, ...], facts: conditions.Facts, *, stop: bool) -> Tri:
     answers = (conditions.evaluate(spec, facts[field], facts) for field, spec in asked)
     return conditions.combine_and(answers if stop else list(answers))
 
@@ -125,7 +125,7 @@ def _questions(decision: Decision, tables: Tables, fields: Fields) -> Iterator[Q
     if isinstance(call.bias, AlibiBias):
         per_head = repairs.SMALL_BIAS // max(1, call.num_heads_q)
         yield Question((Asked((("mask_elements", f"<={per_head}"),), settled=True),), (), exact=True)
-    holding = preferred(call, decision.host, tables)
+    holding = preferred(Facts(call), decision.host, tables)
     for verdict in possible:
         if may_precede(verdict.backend, decision, holding):
             options = [row.option for row in tables.options(decision.host.arch, verdict.backend)]
@@ -146,10 +146,10 @@ def _about_order(
     call, selected = decision.call, decision.selected
     if decision.policy.require is not None or selected is None:
         return
-    known = facts_of(call)
+    known = Facts(call)
     for row in (found.preference for found in preferences(tables, decision.host.arch)):
         first, named = row.first, selected in row.first
-        holds = certainly_holds(row, call, known, decision.host)
+        holds = certainly_holds(row, known, decision.host)
         before = first[: first.index(selected)] if named else first
         matters = named if holds else not possible.isdisjoint(before)
         if matters and row.phase in (None, call.phase):
@@ -209,13 +209,13 @@ def _forms(verdict: Verdict, decision: Decision, fields: Fields) -> list[Facts]:
     if blocking and any(f.repaired_by or (f.repair and f in blocking) for f in verdict.findings):
         return []
     call = decision.call
-    forms = [facts_of(call)]
+    forms = [Facts(call)]
     for repair in verdict.repairs:
         change = repairs.apply(repair, call)
         if change is None:
             return []
         call = change[0]
-        forms.append(facts_of(call))
+        forms.append(Facts(call))
     changed = any(form[name] != forms[0][name] for form in forms for name in fields)
     return [] if changed else forms
 

@@ -1,31 +1,245 @@
-"""Hold every row of a backend against a call: all findings are kept, none depends on another."""
+"""Hold the rows of a backend against a call: every row is answered, none depends on another.
+
+What the versions of a host say about a row is the same for every call, so it is worked out once (`Prepared`).
+What conditions say about a call is kept with it (`Form`), because backends share conditions and repairs.
+No sentence is made here before somebody reads it (`Evaluation.findings`).
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
-from attnroute.engine.finding import Finding
-from attnroute.engine.needs import needed_features
+from attnroute.engine import repairs
+from attnroute.engine.finding import Finding, of_feature, of_rule, ranges_text
 from attnroute.errors import TableError
 from attnroute.question.call import Call
-from attnroute.question.facts import Facts, facts_of
+from attnroute.question.facts import Facts, needed_features
 from attnroute.question.host import Host
-from attnroute.tables import conditions
 from attnroute.tables.alternatives import alternatives, names_in, spare
-from attnroute.tables.schema import AnyOf, BackendInfo, Box, Option, Preference, Rule, boxes_of
+from attnroute.tables.conditions import Compiled, Tri, combine_and
+from attnroute.tables.load import Tables
+from attnroute.tables.rows import FeatureRow, OptionRow, RuleRow
+from attnroute.tables.schema import BackendInfo, Option, Preference, Rule
 from attnroute.tables.versions import contains, version_of
+from attnroute.vocabulary import Feature, Outcome, Repair, RuleKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from attnroute.tables.conditions import Tri
-    from attnroute.tables.load import Tables
-    from attnroute.tables.rows import RuleRow
-    from attnroute.vocabulary import Outcome
-
 ROUTE_SCOPES = frozenset({"call", "operator"})
 STOCK_SCOPES = frozenset({"call", "stock"})
+_OUTCOMES: dict[Tri, Outcome] = {"true": "pass", "false": "fail", "varies": "fail", "unknown": "unknown"}
+"""A length that varies must satisfy a requirement for every value."""
+
+
+class Form:
+    """A call as given or as a repair left it, with everything that was computed about it so far.
+
+    Attributes:
+        call: The call.
+        facts: Its facts.
+        answers: What compiled conditions gave.
+    """
+
+    __slots__ = ("_changes", "_features", "answers", "call", "facts")
+
+    def __init__(self, call: Call) -> None:
+        """Compute nothing yet."""
+        self.call = call
+        self.facts = Facts(call)
+        self.answers: dict[Compiled, Tri] = {}
+        self._features: tuple[Feature, ...] | None = None
+        self._changes: dict[Repair, tuple[Form, int] | None] = {}
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The features that a kernel must have for the call."""
+        if self._features is None:
+            self._features = needed_features(self.facts)
+        return self._features
+
+    def repaired(self, repair: Repair) -> tuple[Form, int] | None:
+        """Return the form after a repair and its extra bytes, None where the repair cannot be made."""
+        if repair not in self._changes:
+            change = repairs.apply(repair, self.call)
+            self._changes[repair] = None if change is None else (Form(change[0]), change[1])
+        return self._changes[repair]
+
+
+Blocker = tuple[str, RuleKind, Outcome, Repair | None]
+"""A row that keeps a backend from being eligible: id, kind, outcome, and the repair that it names."""
+
+
+class Active(NamedTuple):
+    """A row that the versions of a host let apply.
+
+    Attributes:
+        place: Its place among the rows of the backend.
+        row: The row.
+        guard: When it applies.
+        requirement: What must hold then.
+        is_certain: The host states every version that the row is about.
+    """
+
+    place: int
+    row: RuleRow
+    guard: Compiled
+    requirement: Compiled
+    is_certain: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """The rows of one backend on one host.
+
+    Attributes:
+        backend: Its name.
+        host: The machine.
+        info: What the tables say of the backend here.
+        rows: Every row in scope; None where no table describes the backend here.
+        features: Its answers about features.
+        options: Its rows of options.
+    """
+
+    backend: str
+    host: Host
+    info: BackendInfo
+    rows: tuple[RuleRow, ...] | None
+    features: dict[str, FeatureRow] = field(default_factory=dict)
+    options: tuple[OptionRow, ...] = ()
+
+    @cached_property
+    def missing(self) -> tuple[str, ...]:
+        """What the backend needs and the host has not."""
+        return missing_needs(self.host, self.info)
+
+    @cached_property
+    def outside(self) -> dict[str, str]:
+        """The versions of the host that the tables say nothing about."""
+        return versions_outside(self.info, self.host)
+
+    @cached_property
+    def active(self) -> tuple[Active, ...]:
+        """The rows that can apply here."""
+        return tuple(_active(self.rows or (), self.host, self.info))
+
+    @cached_property
+    def always(self) -> tuple[Blocker, ...]:
+        """What blocks every call here: nobody describes the backend, or these versions of it."""
+        if self.rows is None:
+            return ((_no_table_id(self), "limit", "unknown", None),)
+        return ((versions_known_id(self.backend), "limit", "unknown", None),) if self.outside else ()
+
+    @cached_property
+    def never_runs(self) -> bool:
+        """Whether a row rejects every call on this host, so that nobody has to ask the others."""
+        return any(
+            active.row.rule.phase is None
+            and active.row.rule.kind != "slow"
+            and active.is_certain
+            and active.guard.boxes == ((),)
+            and not active.requirement.boxes
+            for active in self.active
+        )
+
+
+@lru_cache(maxsize=256)
+def prepared(tables: Tables, host: Host, scopes: frozenset[str] = ROUTE_SCOPES) -> dict[str, Prepared]:
+    """Return what is the same for every call on one host, by backend."""
+    return {name: _prepared(tables, host, name, scopes) for name in tables.backends}
+
+
+def _prepared(tables: Tables, host: Host, backend: str, scopes: frozenset[str]) -> Prepared:
+    rows = tables.rules(host.arch, backend)
+    scoped = None if rows is None else tuple(row for row in rows if row.rule.scope in scopes)
+    info, features = tables.info(host.arch, backend), tables.features(host.arch, backend)
+    return Prepared(backend, host, info, scoped, features, tables.options(host.arch, backend))
+
+
+def _active(rows: Iterable[RuleRow], host: Host, info: BackendInfo) -> Iterable[Active]:
+    for place, row in enumerate(rows):
+        held = _versions_hold(row.rule, host, info)
+        if held != "false":
+            yield Active(place, row, row.rule.guard, row.rule.requirement, held == "true")
+
+
+def outcomes_of(rows: Prepared, form: Form) -> list[Outcome]:
+    """Return the outcome of each row of a backend; most do not apply to a call."""
+    outcomes: list[Outcome] = ["not_applicable"] * len(rows.rows or ())
+    phase, facts, answers = form.call.phase, form.facts, form.answers
+    for place, row, guard, requirement, is_certain in rows.active:
+        if row.rule.phase is not None and row.rule.phase != phase:
+            continue
+        applies = answers.get(guard)
+        if applies is None:
+            applies = answers[guard] = guard.answer(facts)
+        if applies == "false":
+            continue
+        held = answers.get(requirement)
+        if held is None:
+            held = answers[requirement] = requirement.answer(facts)
+        outcome = _OUTCOMES[held]
+        if outcome != "pass" and (applies == "unknown" or not is_certain):
+            outcome = "unknown"
+        outcomes[place] = outcome
+    return outcomes
+
+
+class Evaluation:
+    """The rows of a backend held against one form of a call.
+
+    Attributes:
+        rows: The rows of the backend.
+        form: The call.
+        outcomes: One for each row; empty where no table describes the backend.
+    """
+
+    __slots__ = ("blocking", "form", "outcomes", "rows", "slow")
+
+    def __init__(self, rows: Prepared, form: Form) -> None:
+        """Answer every row.
+
+        Raises:
+            TableError: The backend's table says nothing about a feature that the call needs.
+        """
+        self.rows, self.form = rows, form
+        self.outcomes = outcomes_of(rows, form)
+        self.blocking: list[Blocker] = list(rows.always)
+        self.slow: list[str] = []
+        if rows.rows is not None:
+            self._answer_features()
+            self._sort_rows()
+
+    def _answer_features(self) -> None:
+        features = self.rows.features
+        for name in self.form.features:
+            row = features.get(name)
+            if row is None:
+                sentence = f'features.{name} requires true, false or "unknown"; got no answer; write one.'
+                raise TableError(f"any/{self.rows.backend}.toml: {sentence}")
+            if row.answer.value is not True:
+                outcome: Outcome = "unknown" if row.answer.value == "unknown" else "fail"
+                self.blocking.append((row.id, "limit", outcome, row.answer.repair))
+
+    def _sort_rows(self) -> None:
+        for place, row, *_ in self.rows.active:
+            outcome, rule = self.outcomes[place], row.rule
+            if rule.kind == "slow":
+                self.slow += [row.id] if outcome == "fail" else []
+            elif outcome in ("fail", "unknown"):
+                self.blocking.append((row.id, rule.kind, outcome, rule.repair))
+
+    def findings(self) -> list[Finding]:
+        """Return every row as a finding: whether the backend is described here, its features, its rows."""
+        rows = self.rows
+        if rows.rows is None:
+            return [_no_table(rows)]
+        found = [_versions_known(rows)]
+        found += [of_feature(rows.features[name], name, rows.backend) for name in self.form.features]
+        pairs = zip(rows.rows, self.outcomes, strict=True)
+        return found + [of_rule(row, outcome, self.form.facts, rows.host) for row, outcome in pairs]
 
 
 def evaluate(
@@ -35,27 +249,8 @@ def evaluate(
     backend: str,
     scopes: frozenset[str] = ROUTE_SCOPES,
 ) -> list[Finding]:
-    """Return every finding about one backend: whether it is described here, its features, its rows."""
-    info = tables.info(host.arch, backend)
-    rows = tables.rules(host.arch, backend)
-    if rows is None:
-        return [_no_table(host.arch, backend)]
-    facts = facts_of(call)
-    found = [_versions_known(backend, info, host)]
-    found.extend(_features(call, facts, tables, backend, host.arch))
-    found.extend(evaluate_rows((r for r in rows if r.rule.scope in scopes), call, facts, host, info))
-    return found
-
-
-def evaluate_rows(
-    rows: Iterable[RuleRow],
-    call: Call,
-    facts: Facts,
-    host: Host,
-    info: BackendInfo,
-) -> list[Finding]:
-    """Return one finding per row."""
-    return [_row(row, call, facts, host, info) for row in rows]
+    """Return every finding about one backend on a call as it is, no repair made."""
+    return Evaluation(prepared(tables, host, scopes)[backend], Form(call)).findings()
 
 
 def missing_needs(host: Host, info: BackendInfo) -> tuple[str, ...]:
@@ -67,133 +262,20 @@ def _has(host: Host, name: str) -> bool:
     return name not in host.broken and version_of(name, host.versions) is not None
 
 
-def certainly_holds(row: Preference | Option, call: Call, facts: Facts, host: Host) -> bool:
+def certainly_holds(row: Preference | Option, facts: Facts, host: Host) -> bool:
     """Return whether every guard of a row holds: a version or a length that nobody knows is not enough."""
-    if row.phase is not None and row.phase != call.phase:
+    if row.phase is not None and row.phase != facts["phase"]:
         return False
     for name, ranges in row.versions.items():
         version = version_of(name, host.versions)
         if version is None or not contains(ranges, name, version):
             return False
-    return _box(row.when, facts) == "true"
-
-
-def _no_table(arch: str, backend: str) -> Finding:
-    return Finding(
-        rule=f"{arch}/{backend}/no-table",
-        outcome="unknown",
-        requires=f"a table that describes {backend} on {arch}",
-        got="none",
-        because="nobody has stated what this backend does on this architecture",
-    )
-
-
-def versions_known_id(backend: str) -> str:
-    """Return the id of the finding that says whether the tables speak about the host's versions."""
-    return f"any/{backend}/versions-known"
-
-
-def versions_outside(info: BackendInfo, host: Host) -> dict[str, str]:
-    """Return the versions of the host that a backend's tables make no statement about, by distribution."""
-    present = {name: version_of(name, host.versions) for name in _asked_about(info, host)}
-    return {
-        name: version
-        for name, version in present.items()
-        if version is not None and not contains(info.versions_known[name], name, version)
-    }
-
-
-def _asked_about(info: BackendInfo, host: Host) -> list[str]:
-    """Return the distributions whose versions must be known here."""
-    unused = spare(info.needs, lambda name: _has(host, name))
-    return [name for name in info.versions_known if name not in unused]
-
-
-def _versions_known(backend: str, info: BackendInfo, host: Host) -> Finding:
-    outside = versions_outside(info, host)
-    said = outside or {n: version_of(n, host.versions) or "none" for n in _asked_about(info, host)}
-    ranges = [f"{name} {_ranges(info.versions_known[name])}" for name in said]
-    return Finding(
-        rule=versions_known_id(backend),
-        outcome="unknown" if outside else "pass",
-        requires=", ".join(ranges) or "any version",
-        got=", ".join(f"{name} {version}" for name, version in said.items()) or "any version",
-        because="the tables make no statement about other versions",
-    )
-
-
-def _features(call: Call, facts: Facts, tables: Tables, backend: str, arch: str) -> list[Finding]:
-    answers = tables.features(arch, backend)
-    found = []
-    for name in needed_features(call, facts):
-        row = answers.get(name)
-        if row is None:
-            sentence = f'features.{name} requires true, false or "unknown"; got no answer; write one.'
-            raise TableError(f"any/{backend}.toml: {sentence}")
-        words = name.replace("_", " ")
-        value = row.answer.value
-        outcome: Outcome = "unknown" if value == "unknown" else "pass" if value else "fail"
-        found.append(
-            Finding(
-                rule=row.id,
-                outcome=outcome,
-                requires=f"a kernel with {words}" if outcome != "fail" else f"no {words}",
-                got=words,
-                because="" if outcome == "pass" else f"{backend} {_cannot(outcome)} {words}",
-                repair=row.answer.repair,
-            ),
-        )
-    return found
-
-
-def _cannot(outcome: str) -> str:
-    return "has no" if outcome == "fail" else "was not shown to have"
-
-
-def _row(row: RuleRow, call: Call, facts: Facts, host: Host, info: BackendInfo) -> Finding:
-    rule = row.rule
-    applies = _applies(rule, call, facts, host, info)
-    outcome: Outcome = "not_applicable"
-    if applies != "false":
-        outcome = _outcome(rule.requires, facts)
-    if applies == "unknown" and outcome != "pass":
-        outcome = "unknown"
-    if outcome not in ("fail", "unknown"):
-        return _without_objection(row, outcome)
-    return _finding(row, outcome, _got(rule, facts, host))
-
-
-@lru_cache(maxsize=8192)
-def _without_objection(row: RuleRow, outcome: Outcome) -> Finding:
-    """Of the rows of a backend nearly all say nothing against a call: these findings are made once."""
-    return _finding(row, outcome, "")
-
-
-def _finding(row: RuleRow, outcome: Outcome, got: str) -> Finding:
-    rule = row.rule
-    return Finding(
-        rule=row.id,
-        kind=rule.kind,
-        outcome=outcome,
-        requires=_requires(rule),
-        got=got,
-        because=rule.because,
-        repair=rule.repair,
-    )
+    return row.guard.answer(facts) == "true"
 
 
 def may_apply(rule: Rule, call: Call, host: Host, info: BackendInfo) -> bool:
     """Return whether phase and versions let a row apply, whatever the fields of the call are."""
     return rule.phase in (None, call.phase) and _versions_hold(rule, host, info) != "false"
-
-
-def _applies(rule: Rule, call: Call, facts: Facts, host: Host, info: BackendInfo) -> Tri:
-    if rule.phase is not None and rule.phase != call.phase:
-        return "false"
-    guard = _box(rule.when, facts)
-    if guard == "false":
-        return "false"
-    return conditions.combine_and([_versions_hold(rule, host, info), guard])
 
 
 def _versions_hold(rule: Rule, host: Host, info: BackendInfo) -> Tri:
@@ -206,58 +288,52 @@ def _versions_hold(rule: Rule, host: Host, info: BackendInfo) -> Tri:
             parts.append("false" if name in names_in(info.needs) else "unknown")
         else:
             parts.append("true" if contains(ranges, name, version) else "false")
-    return conditions.combine_and(parts)
+    return combine_and(parts)
 
 
-def _box(box: Box | AnyOf, facts: Facts) -> Tri:
-    if isinstance(box, AnyOf):
-        return conditions.combine_or(_box(option, facts) for option in box.any_of)
-    return conditions.combine_and(
-        conditions.evaluate(spec, facts[field], facts) for field, spec in box.items()
+def versions_known_id(backend: str) -> str:
+    """Return the id of the finding that says whether the tables speak about the host's versions."""
+    return f"any/{backend}/versions-known"
+
+
+def versions_outside(info: BackendInfo, host: Host) -> dict[str, str]:
+    """Return the versions of the host that a backend's tables make no statement about, by distribution."""
+    present = {name: version_of(name, host.versions) for name in _distributions(info, host)}
+    return {
+        name: version
+        for name, version in present.items()
+        if version is not None and not contains(info.versions_known[name], name, version)
+    }
+
+
+def _distributions(info: BackendInfo, host: Host) -> list[str]:
+    """Return the distributions whose versions must be known here."""
+    unused = spare(info.needs, lambda name: _has(host, name))
+    return [name for name in info.versions_known if name not in unused]
+
+
+def _versions_known(rows: Prepared) -> Finding:
+    info, versions = rows.info, rows.host.versions
+    shown = rows.outside or {n: version_of(n, versions) or "none" for n in _distributions(info, rows.host)}
+    ranges = [f"{name} {ranges_text(info.versions_known[name])}" for name in shown]
+    return Finding(
+        rule=versions_known_id(rows.backend),
+        outcome="unknown" if rows.outside else "pass",
+        requires=", ".join(ranges) or "any version",
+        got=", ".join(f"{name} {version}" for name, version in shown.items()) or "any version",
+        because="the tables make no statement about other versions",
     )
 
 
-def _outcome(requires: Box | AnyOf | str, facts: Facts) -> Outcome:
-    if isinstance(requires, str):
-        return "fail"
-    # A length that varies must satisfy a requirement for every value.
-    table: dict[Tri, Outcome] = {"true": "pass", "false": "fail", "varies": "fail", "unknown": "unknown"}
-    return table[_box(requires, facts)]
+def _no_table_id(rows: Prepared) -> str:
+    return f"{rows.host.arch}/{rows.backend}/no-table"
 
 
-def _fields(box: Box | AnyOf | str) -> list[str]:
-    return [field for option in boxes_of(box) for field in option]
-
-
-def _render_box(box: Box | AnyOf) -> str:
-    if isinstance(box, AnyOf):
-        return " or ".join(f"({_render_box(option)})" for option in box.any_of)
-    return " and ".join(conditions.render(field, spec) for field, spec in box.items())
-
-
-def _ranges(ranges: str | list[str]) -> str:
-    return ranges if isinstance(ranges, str) else " or ".join(ranges)
-
-
-def _requires(rule: Rule) -> str:
-    if not isinstance(rule.requires, str):
-        return _render_box(rule.requires)
-    parts = [f"{name} outside {_ranges(ranges)}" for name, ranges in rule.versions.items()]
-    if any(boxes_of(rule.when)):
-        parts.append(f"not ({_render_box(rule.when)})")
-    if rule.phase is not None:
-        parts.append("inference" if rule.phase == "training" else "training")
-    return " or ".join(parts) or "another architecture"
-
-
-def _got(rule: Rule, facts: Facts, host: Host) -> str:
-    names = dict.fromkeys([*_fields(rule.requires), *_fields(rule.when)])
-    parts = [f"{name} = {_word(facts[name])}" for name in names]
-    if rule.phase is not None and isinstance(rule.requires, str):
-        parts.append(rule.phase)
-    parts += [f"{name} {version_of(name, host.versions) or 'not stated'}" for name in rule.versions]
-    return ", ".join(parts) or host.arch
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _no_table(rows: Prepared) -> Finding:
+    return Finding(
+        rule=_no_table_id(rows),
+        outcome="unknown",
+        requires=f"a table that describes {rows.backend} on {rows.host.arch}",
+        got="none",
+        because="nobody has stated what this backend does on this architecture",
+    )

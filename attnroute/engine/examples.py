@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from packaging.version import Version
 
 from attnroute.engine.decide import judge
-from attnroute.engine.evaluate import evaluate_rows
+from attnroute.engine.evaluate import Form, Prepared, outcomes_of
 from attnroute.errors import AttnRouteError
 from attnroute.question import fits
-from attnroute.question.facts import facts_of
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.question.normalize import normalize
@@ -99,10 +98,10 @@ class Examples:
         for arch, backend in places:
             info = self._tables.info(arch, backend)
             host = _host(row.rule, arch, info, example)
-            (found,) = evaluate_rows([row], example.call, facts_of(example.call), host, info)
-            if (found.outcome == "fail") != refused or found.outcome == "unknown":
+            (outcome,) = outcomes_of(Prepared(backend, host, info, (row,)), Form(example.call))
+            if (outcome == "fail") != refused or outcome == "unknown":
                 required = "rejects" if refused else "lets pass"
-                return f"requires a call that the row {required}; got {found.outcome} for {backend} on {arch}"
+                return f"requires a call that the row {required}; got {outcome} for {backend} on {arch}"
         if refused and row.rule.repair is not None:
             verdict = judge(example.call, host, self._tables, backend, Policy())
             if not any(f.rule == row.id and f.repaired_by is not None for f in verdict.findings):

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnroute.engine.evaluate import certainly_holds
-from attnroute.question.facts import facts_of
+from attnroute.engine.evaluate import Form, Prepared, certainly_holds
 
 if TYPE_CHECKING:
-    from attnroute.question.call import Call
-    from attnroute.question.host import Host
-    from attnroute.tables.load import Tables
     from attnroute.tables.schema import OptionValue
 
 
@@ -26,25 +22,21 @@ class Options(NamedTuple):
     rows: tuple[str, ...] = ()
 
 
-def options_for(call: Call, host: Host, tables: Tables, backend: str) -> Options:
+def options_for(form: Form, rows: Prepared) -> Options:
     """Merge every row of options that certainly applies, later rows over earlier ones.
 
     Args:
-        call: The call as the kernel gets it, after its repairs.
-        host: The machine.
-        tables: The capability tables.
-        backend: The name of the backend.
+        form: The call as the kernel gets it, after its repairs.
+        rows: The rows of the backend.
 
     Returns:
         No values where no row applies: the kernel then chooses for itself.
     """
-    rows = tables.options(host.arch, backend)
-    if not rows:
+    if not rows.options:
         return Options()
-    facts = facts_of(call)
-    said: dict[str, tuple[OptionValue, str]] = {}
-    for row in rows:
-        if certainly_holds(row.option, call, facts, host):
-            said |= {name: (value, row.id) for name, value in row.option.set.items()}
-    names = sorted(said)
-    return Options(tuple((name, said[name][0]) for name in names), tuple(said[name][1] for name in names))
+    stated: dict[str, tuple[OptionValue, str]] = {}
+    for row in rows.options:
+        if certainly_holds(row.option, form.facts, rows.host):
+            stated |= {name: (value, row.id) for name, value in row.option.set.items()}
+    names = sorted(stated)
+    return Options(tuple((name, stated[name][0]) for name in names), tuple(stated[name][1] for name in names))

@@ -10,28 +10,34 @@ from __future__ import annotations
 from typing import Final
 
 from attnroute.question.call import Call
-from attnroute.question.facts import facts_of
+from attnroute.question.facts import Facts
 from attnroute.tables import conditions
 
 SMALL_MASK: Final = ("mask_elements", "<4194304")
 """The condition under which a mask of padded rows is too small to count. Below 2048 queries and keys it takes
 less than 4 MiB, and the kernels that need none (flex, chunked) take the host longer: the preference
 "predicate" begins there too, with its evidence."""
+_SCORE_BYTES: Final = 4
+"""The composed backend keeps its scores in float32."""
 
 
-def holds_quadratic(call: Call) -> bool:
+def score_bytes(call: Call) -> int:
+    """Return the bytes of one float32 score matrix: batch * num_heads_q * seqlen_q * seqlen_kv * 4."""
+    return call.batch * call.num_heads_q * call.seqlen_q * call.seqlen_kv * _SCORE_BYTES
+
+
+def holds_quadratic(facts: Facts) -> bool:
     """Return whether the call has a tensor with an entry for every query and key."""
-    return facts_of(call)["mask_has_query_dim"] is True
+    return facts["mask_has_query_dim"] is True
 
 
-def may_grow(call: Call) -> bool:
+def may_grow(facts: Facts) -> bool:
     """Return whether a dense mask built for this call counts as quadratic.
 
     It does not where the caller brought a tensor of that size, nor where it is small. In a ragged batch it
     always does: the mask would hold every pair of tokens, most of which belong to different sequences.
     """
-    facts = facts_of(call)
     if facts["mask_has_query_dim"] is True:
         return False
     field, spec = SMALL_MASK
-    return call.layout == "thd" or conditions.evaluate(spec, facts[field], facts) != "true"
+    return facts["layout"] == "thd" or conditions.evaluate(spec, facts[field], facts) != "true"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
 
-from attnroute.engine.decision import Decision, Verdict
+from attnroute.engine.decision import Decision, Exclusion
 from attnroute.engine.evaluate import certainly_holds
-from attnroute.question.call import Call
-from attnroute.question.facts import facts_of
+from attnroute.question.facts import Facts
 from attnroute.question.host import Host
 from attnroute.question.policy import Policy
 from attnroute.tables.preferences import in_order, placed, preferences
 from attnroute.tables.rows import PreferenceRow
-from attnroute.vocabulary import SLOW_TIER
+from attnroute.vocabulary import SLOW_TIER, Status
 
 if TYPE_CHECKING:
     from attnroute.tables.load import Tables
@@ -23,11 +23,30 @@ Place = tuple[int, bool, bool, bool, bool, int, str]
 Rows = tuple[PreferenceRow, ...]
 
 
-def preferred(call: Call, host: Host, tables: Tables) -> Rows:
+class Ranked(Protocol):
+    """What a backend's place depends on: its verdict, or the judgement that this is made of."""
+
+    @property
+    def status(self) -> Status:
+        """The worst that holds."""
+
+    @property
+    def excluded(self) -> Exclusion | None:
+        """Why policy keeps it out."""
+
+    @property
+    def quadratic_bytes(self) -> int:
+        """The bytes of a mask that is built and makes memory quadratic."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a row says that it is slow for this call."""
+
+
+def preferred(facts: Facts, host: Host, tables: Tables) -> Rows:
     """Return the preferences that hold for this call, the one that counts most first."""
-    facts = facts_of(call)
     rows = preferences(tables, host.arch)
-    return tuple(row for row in rows if certainly_holds(row.preference, call, facts, host))
+    return tuple(row for row in rows if certainly_holds(row.preference, facts, host))
 
 
 def why(rows: Rows, order: tuple[str, ...]) -> str:
@@ -53,7 +72,7 @@ def why(rows: Rows, order: tuple[str, ...]) -> str:
     return f"{', '.join(row.id for row in needed)}: {naming[0].preference.because}"
 
 
-def ranked(verdicts: dict[str, Verdict], rows: Rows, policy: Policy) -> tuple[str, ...]:
+def ranked(verdicts: Mapping[str, Ranked], rows: Rows, policy: Policy) -> tuple[str, ...]:
     """Return the backends that may run, best first."""
     declared = in_order(rows)
     usable = {"eligible", "unknown"} if policy.allow_unknown and not policy.strict else {"eligible"}
@@ -73,17 +92,13 @@ def may_precede(backend: str, decision: Decision, rows: Rows) -> bool:
     return _place(backend, declared, policy, None) <= _place(chosen.backend, declared, policy, chosen)
 
 
-def _is_slow(verdict: Verdict) -> bool:
-    return any(f.kind == "slow" and f.outcome == "fail" for f in verdict.findings)
-
-
-def _place(backend: str, declared: tuple[str, ...], policy: Policy, verdict: Verdict | None) -> Place:
+def _place(backend: str, declared: tuple[str, ...], policy: Policy, verdict: Ranked | None) -> Place:
     """Return where a backend stands; without a verdict, where it would if no row spoke against it."""
     wishes = [*policy.prefer, *(policy.allow or ())]
     wished = wishes.index(backend) if backend in wishes else len(wishes)
     known = declared.index(backend) if backend in declared else len(declared)
     uncertain = builds = slow = False
     if verdict is not None:
-        uncertain, slow = verdict.status != "eligible", _is_slow(verdict)
+        uncertain, slow = verdict.status != "eligible", verdict.is_slow
         builds = verdict.quadratic_bytes > 0
     return (wished, uncertain, backend in SLOW_TIER, builds, slow, known, backend)

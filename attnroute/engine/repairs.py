@@ -24,7 +24,8 @@ from attnroute.question.call import (
     Strides,
     WindowNode,
 )
-from attnroute.question.facts import alignment_of, empty_rows_of
+from attnroute.question.facts.empty import empty_rows_of
+from attnroute.question.facts.masks import alignment
 from attnroute.question.normalize import normalize, recognized
 from attnroute.vocabulary import DTYPE_BYTES, GRID_LIMIT, HEAD_DIM_MULTIPLE, EmptyRows, Repair
 
@@ -81,7 +82,7 @@ def _to_varlen(call: Call) -> Change | None:
 
 def _documents(node: DocumentsNode, call: Call) -> int | None:
     """Return the number of sequences, as far as it is known, where each document can be one."""
-    at_the_end = alignment_of(call) in ("none", "bottom_right")
+    at_the_end = alignment(call) in ("none", "bottom_right")
     fits = at_the_end if node.cross else call.seqlen_q == call.seqlen_kv
     if not (fits and node.contiguous):
         return None
@@ -95,7 +96,7 @@ def _padded_rows(node: KeyPaddingNode, call: Call) -> int | None:
     it, and the queries beside the padding would need keys that belong to other queries' sequence.
     """
     alignments = {"right": ("none",), "left": ("none", "square", "bottom_right"), "any": ()}
-    return 2 * call.batch if alignment_of(call) in alignments[node.side] else None
+    return 2 * call.batch if alignment(call) in alignments[node.side] else None
 
 
 def _token_bytes(call: Call) -> int:

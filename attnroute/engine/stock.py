@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final, Literal
 from pydantic import BaseModel, ConfigDict
 
 from attnroute.engine import repairs
-from attnroute.engine.evaluate import STOCK_SCOPES, evaluate
+from attnroute.engine.evaluate import STOCK_SCOPES, Evaluation, Form, Prepared, prepared
+from attnroute.engine.quadratic import score_bytes
 from attnroute.question.call import Call, CausalNode, Context, DenseBias, DenseNode, FunctionNode
 from attnroute.question.host import Host
 from attnroute.question.normalize import normalize
@@ -23,8 +24,6 @@ NO_BACKEND: Final = "none"
 """The call cannot be said to stock attention, or none of its backends takes it."""
 UNKNOWN: Final = "unknown"
 """The host names no torch, or the tables do not know a version that matters."""
-_SCORE_BYTES: Final = 4
-"""The composed backend keeps its scores in float32."""
 
 
 class Stock(BaseModel):
@@ -66,7 +65,8 @@ def predict(call: Call, host: Host, tables: Tables) -> Stock:
     row = _order(host, tables)
     if row is None:
         return Stock(backend=UNKNOWN, mask_form=mask_form(said))
-    answers = ((b, _accepts(said, host, tables, b)) for b in row.order)
+    form, rows = Form(said), prepared(tables, host, STOCK_SCOPES)
+    answers = ((b, _accepts(form, rows[b])) for b in row.order)
     backend, answer = next(((b, a) for b, a in answers if a != "no"), (NO_BACKEND, "no"))
     if answer == "unknown":
         return Stock(backend=UNKNOWN, mask_form=mask_form(said), order=row.name)
@@ -77,11 +77,6 @@ def predict(call: Call, host: Host, tables: Tables) -> Stock:
         mask_form=mask_form(said),
         order=row.name,
     )
-
-
-def score_bytes(call: Call) -> int:
-    """Return the bytes of one float32 score matrix: batch * num_heads_q * seqlen_q * seqlen_kv * 4."""
-    return call.batch * call.num_heads_q * call.seqlen_q * call.seqlen_kv * _SCORE_BYTES
 
 
 def stock_form(call: Call) -> Call:
@@ -158,12 +153,11 @@ def _applies(row: StockOrder, host: Host) -> bool:
     return True
 
 
-def _accepts(call: Call, host: Host, tables: Tables, backend: str) -> Literal["yes", "no", "unknown"]:
+def _accepts(form: Form, rows: Prepared) -> Literal["yes", "no", "unknown"]:
     """Return torch's own answer: limits count, faults do not, because its selector looks at no faults."""
-    if any(version_of(name, host.versions) is None for name in tables.info(host.arch, backend).needs):
+    if any(version_of(name, rows.host.versions) is None for name in rows.info.needs):
         return "no"
-    found = evaluate(call, host, tables, backend, STOCK_SCOPES)
-    outcomes = {f.outcome for f in found if f.kind == "limit"}
+    outcomes = {outcome for _, kind, outcome, _ in Evaluation(rows, form).blocking if kind == "limit"}
     if "fail" in outcomes:
         return "no"
     return "unknown" if "unknown" in outcomes else "yes"

@@ -11,7 +11,7 @@ told.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from attnroute.question.call import (
@@ -60,6 +60,28 @@ class Sizes(NamedTuple):
     def is_empty(self) -> bool:
         """There is no pair of a query and a key."""
         return self.static and 0 in (self.seqlen_q, self.seqlen_kv)
+
+
+def nested(nodes: Iterable[MaskNode]) -> Iterator[MaskNode]:
+    """Yield the nodes, and those that disjunctions and negations among them hold."""
+    for node in nodes:
+        yield node
+        if isinstance(node, AnyNode):
+            for part in node.parts:
+                yield from nested(part)
+        elif isinstance(node, NotNode):
+            yield from nested(node.part)
+
+
+def is_cross(call: Call) -> bool:
+    """Return whether bands have a diagonal in each document instead of one."""
+    return bool(call.mask) and any(isinstance(n, DocumentsNode) and n.cross for n in nested(call.mask))
+
+
+def lengths_vary(call: Call) -> bool:
+    """Return whether a length may change at run time."""
+    dynamic = call.context.dynamic
+    return "seqlen_q" in dynamic or "seqlen_kv" in dynamic
 
 
 def normalize(call: Call) -> Call:
@@ -156,8 +178,7 @@ def open_sides(
 
 
 def _sizes(call: Call) -> Sizes:
-    varies = {"seqlen_q", "seqlen_kv"} & set(call.context.dynamic)
-    return Sizes(call.batch, call.seqlen_q, call.seqlen_kv, static=not varies)
+    return Sizes(call.batch, call.seqlen_q, call.seqlen_kv, static=not lengths_vary(call))
 
 
 def _simplified(node: MaskNode, sizes: Sizes) -> Nodes:

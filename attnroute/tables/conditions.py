@@ -7,15 +7,18 @@ bool means equality, a list means one of. Nothing is ever executed.
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from functools import lru_cache, partial
+from typing import Any, Final, Literal, NamedTuple
 
 from attnroute.errors import did_you_mean, quoted, shortened
-from attnroute.question.facts import BOOLS, FACTS, WORDS, Facts, Unknown, Value, Varies
+from attnroute.memory import Memory
+from attnroute.question.facts import FACTS, Unknown, Value, Varies
 
+Facts = Mapping[str, Value]
 Tri = Literal["true", "false", "varies", "unknown"]
 Spec = bool | int | float | str | list[str] | list[int] | list[bool]
 
@@ -67,16 +70,11 @@ def check(field: str, spec: Spec) -> None:
         raise ValueError(msg)
     if spec == []:
         raise ValueError(f"{field} requires a list with something in it; got an empty one.")
-    if field in WORDS:
-        _check_word(field, spec)
-    elif field in BOOLS:
-        _check_bool(field, spec)
-    else:
-        _check_number(field, spec)
+    {"word": _check_word, "bool": _check_bool, "number": _check_number}[FACTS[field].kind](field, spec)
 
 
 def _check_word(field: str, spec: Spec) -> None:
-    words = WORDS[field]
+    words = FACTS[field].words
     terms = parse(spec) if isinstance(spec, str) else ()
     said = [t.operand for t in terms] if isinstance(spec, str) else spec if isinstance(spec, list) else [spec]
     wrong = [word for word in said if word not in words]
@@ -94,7 +92,7 @@ def _check_bool(field: str, spec: Spec) -> None:
 def _check_number(field: str, spec: Spec) -> None:
     operands = [term.operand for term in parse(spec)] if isinstance(spec, str) else []
     said = spec if isinstance(spec, list) else operands or [spec]
-    numbers = set(FACTS) - set(WORDS) - BOOLS
+    numbers = {name for name, fact in FACTS.items() if fact.kind == "number"}
     strange = [value for value in said if not (_is_number(value) or (operands and value in numbers))]
     if strange:
         near = (did_you_mean(strange[0], numbers) if isinstance(strange[0], str) else "") or "."
@@ -119,6 +117,78 @@ def evaluate(spec: Spec, value: Value, facts: Facts) -> Tri:
     if isinstance(spec, str):
         return combine_and(_term(term, value, facts) for term in parse(spec))
     return "varies" if isinstance(value, Varies) else _tri(value == spec)
+
+
+class Check(NamedTuple):
+    """One field of a box, or one term of its condition, prepared to be held against facts.
+
+    Attributes:
+        field: The field.
+        holds: Takes a value that is known; None where the condition compares with another field.
+        spec: The whole condition, for values that vary or that nobody stated.
+    """
+
+    field: str
+    holds: Callable[[Any], Any] | None
+    spec: Spec
+
+
+class Compiled:
+    """A `when` or a `requires`, compiled once: boxes of checks, all of one of which must hold.
+
+    Equal parts of different rows are one object (`compiled`), so that each is answered once for a call.
+    """
+
+    __slots__ = ("boxes",)
+
+    def __init__(self, boxes: Sequence[Mapping[str, Spec]]) -> None:
+        """Compile boxes; none of them never holds."""
+        self.boxes = tuple(
+            tuple(check for field, spec in box.items() for check in _checks(field, spec)) for box in boxes
+        )
+
+    def answer(self, facts: Facts) -> Tri:
+        """Return whether one of the boxes holds."""
+        result: Tri = "false"
+        for box in self.boxes:
+            held: Tri = "true"
+            for field, holds, spec in box:
+                value = facts[field]
+                # Comparing in C costs a new class of calls no Python call for each of some hundred checks.
+                if holds is not None and value.__class__ in _KNOWN:
+                    if not holds(value):
+                        held = "false"
+                        break
+                elif (found := evaluate(spec, value, facts)) == "false":
+                    held = "false"
+                    break
+                elif found == "unknown" or (found == "varies" and held == "true"):
+                    held = found
+            if held == "true":
+                return "true"
+            if held == "unknown" or (held == "varies" and result == "false"):
+                result = held
+        return result
+
+
+_KNOWN: Final = frozenset({bool, int, float, str})
+_COMPILED: Final[Memory[str, Compiled]] = Memory(8192)
+
+
+def compiled(boxes: Sequence[Mapping[str, Spec]]) -> Compiled:
+    """Return boxes compiled; equal ones give the same object."""
+    return _COMPILED.keep(repr(boxes), lambda: Compiled(boxes))
+
+
+def _checks(field: str, spec: Spec) -> list[Check]:
+    if isinstance(spec, list):
+        return [Check(field, spec.__contains__, spec)]
+    if not isinstance(spec, str):
+        return [Check(field, partial(operator.eq, spec), spec)]
+    terms = parse(spec)
+    if any(term.operand in FACTS for term in terms):
+        return [Check(field, None, spec)]
+    return [Check(field, partial(_SWAPPED[term.op], term.operand), spec) for term in terms]
 
 
 def fields_in(field: str, spec: Spec) -> set[str]:
@@ -182,7 +252,12 @@ def _term(term: Term, value: Value, facts: Facts) -> Tri:
         return "varies"
     if isinstance(value, Varies):
         return _varying(term.op, value.low, operand)
-    return _tri(_compare(term.op, value, operand))
+    if isinstance(value, str) or isinstance(operand, str):
+        if term.op in ("==", "!="):
+            return _tri((value == operand) is (term.op == "=="))
+        msg = f'the operator "{term.op}" requires numbers; got {value!r} and {operand!r}.'
+        raise TypeError(msg)
+    return _tri(_SWAPPED[term.op](operand, value))
 
 
 def _varying(op: str, low: int, operand: bool | float | str) -> Tri:
@@ -200,14 +275,17 @@ def _varying(op: str, low: int, operand: bool | float | str) -> Tri:
     return "true" if operand == 1 else "varies"
 
 
-def _compare(op: str, value: bool | float | str, operand: bool | float | str) -> bool:
-    if op == "==":
-        return value == operand
-    if op == "!=":
-        return value != operand
-    if isinstance(value, str) or isinstance(operand, str):
-        msg = f'the operator "{op}" requires numbers; got {value!r} and {operand!r}.'
-        raise TypeError(msg)
-    if op == "%":
-        return value % operand == 0 if operand else value == 0
-    return {"<": value < operand, "<=": value <= operand, ">": value > operand, ">=": value >= operand}[op]
+def _divides(divisor: float, value: float) -> bool:
+    return value % divisor == 0 if divisor else value == 0
+
+
+_SWAPPED: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.gt,
+    "<=": operator.ge,
+    ">": operator.lt,
+    ">=": operator.le,
+    "%": _divides,
+}
+"""What each operator asks, the operand first and the value behind it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from functools import cached_property
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
@@ -17,7 +18,7 @@ from pydantic import (
 
 from attnroute.question.host import Arch
 from attnroute.tables import conditions, versions
-from attnroute.tables.conditions import Spec
+from attnroute.tables.conditions import Compiled, Spec, compiled
 from attnroute.vocabulary import Device, EvidenceKind, Feature, Phase, Repair, RuleKind, RuleScope
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
@@ -112,6 +113,11 @@ class Option(_Row):
     def _known_fields(cls, value: Box | AnyOf) -> Box | AnyOf:
         return _check_box(value) if isinstance(value, dict) else value
 
+    @cached_property
+    def guard(self) -> Compiled:
+        """`when`, compiled."""
+        return compiled(boxes_of(self.when))
+
 
 class _Condition(_Row):
     """One necessary condition: where `when`, `versions` and `phase` apply, `requires` must hold.
@@ -153,6 +159,16 @@ class _Condition(_Row):
             msg = f'rule "{self.name}" requires recheck_after, because its kind is {self.kind}; got none.'
             raise ValueError(msg)
         return self
+
+    @cached_property
+    def guard(self) -> Compiled:
+        """`when`, compiled."""
+        return compiled(boxes_of(self.when))
+
+    @cached_property
+    def requirement(self) -> Compiled:
+        """`requires`, compiled; "never" holds for no call."""
+        return compiled(boxes_of(self.requires))
 
 
 class Rule(_Condition):
@@ -301,6 +317,11 @@ class Preference(_Row):
     def condition(self) -> tuple[object, ...]:
         """What must hold for the row to count; all of it is empty in a base order."""
         return self.versions, self.phase, self.when
+
+    @cached_property
+    def guard(self) -> Compiled:
+        """`when`, compiled."""
+        return compiled(boxes_of(self.when))
 
 
 class ArchTable(_Row):

@@ -11,11 +11,11 @@ import pytest
 import torch
 from support.reference import TOLERANCE, attend, error
 from support.refusing import REFUSAL, SAID, Fakes, call, explained, quietly, tensors
-from support.spy import ran
+from support.spy import decided_calls, ran
 
 import attnroute
 from attnroute import masks
-from attnroute.api import choices, routes
+from attnroute.api import routes
 from attnroute.errors import (
     ArgumentError,
     KernelRefusedError,
@@ -50,12 +50,7 @@ def fakes(monkeypatch):
 @pytest.fixture
 def decided(monkeypatch):
     """Collect the calls that were decided."""
-    found = []
-    decide = choices.decide
-    monkeypatch.setattr(
-        choices, "decide", lambda *args, **rest: found.append(args[0]) or decide(*args, **rest)
-    )
-    return found
+    return decided_calls(monkeypatch)
 
 
 # What reroutes, and what does not.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support.reference import TOLERANCE, attend, error
-from support.spy import Spy
+from support.spy import Spy, decided_calls
 
 import attnroute
-from attnroute.api import choices, routes
+from attnroute.api import routes
 
 
 @pytest.fixture(autouse=True)
@@ -16,20 +16,8 @@ def fresh():
     routes.forget()
 
 
-def count_decisions(monkeypatch):
-    made = []
-    original = choices.decide
-
-    def counted(*args, **kwargs):
-        made.append(args[0])
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(choices, "decide", counted)
-    return made
-
-
 def test_a_decoding_loop_decides_once(monkeypatch):
-    made = count_decisions(monkeypatch)
+    made = decided_calls(monkeypatch)
     query = torch.randn(1, 4, 1, 16)
     for length in range(2, 200):
         key = torch.randn(1, 2, length, 16)
@@ -42,7 +30,7 @@ def test_a_decoding_loop_decides_once(monkeypatch):
 
 
 def test_a_window_that_rules_nothing_out_shares_the_class_of_none(monkeypatch):
-    made = count_decisions(monkeypatch)
+    made = decided_calls(monkeypatch)
     tensors = [torch.randn(1, 2, 9, 16) for _ in range(3)]
     plain = attnroute.attention(*tensors, is_causal=True)
     windowed = attnroute.attention(*tensors, is_causal=True, window=(4095, 0))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference import TOLERANCE, attend, error
-from support.spy import Spy
+from support.spy import Spy, decided_calls
 
 import attnroute
 from attnroute import masks
@@ -43,15 +43,7 @@ def made(monkeypatch):
 @pytest.fixture
 def decided(monkeypatch):
     """Collect the calls that were decided."""
-    found = []
-    decide = choices.decide
-
-    def counted(*args, **kwargs):
-        found.append(args[0])
-        return decide(*args, **kwargs)
-
-    monkeypatch.setattr(choices, "decide", counted)
-    return found
+    return decided_calls(monkeypatch)
 
 
 def tensors(batch=2, heads=4, heads_kv=4, seqlen_q=6, seqlen_kv=6, head_dim=8, dtype=torch.float32):

@@ -12,7 +12,7 @@ from support.strategies import calls, hosts
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision
 from attnroute.question.call import Call
-from attnroute.question.facts import BOOLS, FACTS, WORDS
+from attnroute.question.facts import FACTS
 from attnroute.question.host import Host
 from attnroute.question.policy import Policy
 from attnroute.tables.load import Tables, load, shipped_folder
@@ -196,7 +196,9 @@ def test_the_order_of_rows_does_not_matter(call, host, random):
     assert judged(decide(call, host, Changed(shuffled))) == judged(decide(call, host, load()))
 
 
-NUMBERS = sorted(set(FACTS) - set(WORDS) - BOOLS)
+NUMBERS, BOOLS, WORDS = (
+    sorted(name for name, fact in FACTS.items() if fact.kind == kind) for kind in ("number", "bool", "word")
+)
 
 
 @st.composite
@@ -207,11 +209,13 @@ def added_rows(draw):
         number = st.tuples(
             st.sampled_from([">=", "<=", "==", "!=", "%"]), st.sampled_from([1, 2, 8, 64, 128, 256])
         )
-        words = st.sampled_from(sorted(WORDS)).flatmap(
-            lambda f: st.tuples(st.just(f), st.lists(st.sampled_from(WORDS[f]), min_size=1, unique=True))
+        words = st.sampled_from(WORDS).flatmap(
+            lambda f: st.tuples(
+                st.just(f), st.lists(st.sampled_from(FACTS[f].words), min_size=1, unique=True)
+            )
         )
         numbers = st.tuples(st.sampled_from(NUMBERS), number.map(lambda pair: f"{pair[0]}{pair[1]}"))
-        bools = st.tuples(st.sampled_from(sorted(BOOLS)), st.booleans())
+        bools = st.tuples(st.sampled_from(BOOLS), st.booleans())
         return st.lists(words | numbers | bools, max_size=2).map(dict)
 
     return Rule(

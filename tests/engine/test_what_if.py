@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from support.strategies import calls, hosts
 
-from attnroute.engine.advice import what_if
+from attnroute.engine.advice import other_versions, what_if
 from attnroute.engine.advice.what_if import ANY_VERSION
-from attnroute.engine.decide import decide, judge
+from attnroute.engine.decide import decide
 from attnroute.engine.decision import Hint
+from attnroute.engine.select import select
 from attnroute.question.call import Call, CausalNode, DenseNode
 from attnroute.question.host import Host
 from attnroute.question.policy import Policy
@@ -273,23 +274,27 @@ def test_what_is_broken_is_not_hinted_to_be_installed():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("versions", [{}, {"flash-attn-4": "4.0.0b5", "nvidia-cutlass-dsl": "4.4.2"}])
-def test_hints_ask_a_bounded_number_of_questions(arch, versions):
-    asked = {"decide": 0, "judge": 0}
+def test_hints_ask_a_bounded_number_of_questions(arch, versions, monkeypatch):
+    asked = {"select": 0, "Judgement": 0}
 
-    def counted(name, function):
+    def count(module, name):
+        function = getattr(module, name)
+
         def ask(*args, **kwargs):
             asked[name] += 1
             return function(*args, **kwargs)
 
-        return ask
+        monkeypatch.setattr(module, name, ask)
 
+    count(what_if, "select")
+    count(other_versions, "Judgement")
     host = Host(arch=arch, versions={**H100.versions, **versions})
     for call in (CALL.with_(mask=(CausalNode(),)), CALL.with_(head_dim_qk=512, head_dim_v=512)):
-        asked.update(decide=0, judge=0)
-        what_if.hints(decide(call, host), load(), counted("decide", decide), counted("judge", judge))
-        assert asked["decide"] <= what_if.MOST_ASKED
+        asked.update(select=0, Judgement=0)
+        what_if.hints(select(call, host, load(), Policy()))
+        assert asked["select"] <= what_if.MOST_ASKED
         # One verdict costs a tenth of a decision.
-        assert asked["judge"] <= 150
+        assert asked["Judgement"] <= 150
 
 
 def test_without_advice_there_are_no_hints():

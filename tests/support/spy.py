@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attnroute.api import choices
 from attnroute.tables.load import load
 
 _MARK = "profiler::_record_function_enter_new"
@@ -78,3 +79,21 @@ def operators_of(function):
     with spy, torch.enable_grad():
         result = function()
     return result, spy.backends
+
+
+def decided_calls(monkeypatch):
+    """Return a list that gets each call for which a backend is chosen or a decision is made to be read."""
+    found = []
+
+    def watch(name):
+        function = getattr(choices, name)
+
+        def watched(*args, **kwargs):
+            found.append(args[0])
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(choices, name, watched)
+
+    watch("select")
+    watch("decide")
+    return found

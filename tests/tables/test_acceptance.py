@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from attnroute.engine.evaluate import STOCK_SCOPES, evaluate_rows
-from attnroute.engine.needs import needed_features
+from attnroute.engine.evaluate import STOCK_SCOPES, Form, Prepared, outcomes_of
 from attnroute.question.call import Call
-from attnroute.question.facts import facts_of
 from attnroute.question.host import Host
 from attnroute.tables.load import load
 from attnroute.tables.versions import contains
@@ -38,7 +36,7 @@ CALLS = {
     name: Call.model_validate(case["call"])
     for name, case in json.loads((DATA / "torch_acceptance_calls.json").read_text(encoding="utf-8")).items()
 }
-FACTS = {name: facts_of(call) for name, call in CALLS.items()}
+FORMS = {name: Form(call) for name, call in CALLS.items()}
 DEVIATIONS = json.loads((DATA / "deviations.json").read_text(encoding="utf-8"))
 RELEASES = sorted({record["torch"] for record in RECORDS})
 LETTERS = {True: "y", False: "n"}
@@ -47,7 +45,7 @@ LETTERS = {True: "y", False: "n"}
 @cache
 def has_features(arch, backend, name):
     answers = TABLES.features(arch, backend)
-    return all(answers[need].answer.value is True for need in needed_features(CALLS[name], FACTS[name]))
+    return all(answers[need].answer.value is True for need in FORMS[name].features)
 
 
 @cache
@@ -72,8 +70,8 @@ class Judge:
         rows = active_rows(host, backend)
         key = (name, tuple(row.id for row in rows))
         if key not in self.known:
-            found = evaluate_rows(rows, CALLS[name], FACTS[name], host, TABLES.backends[backend])
-            self.known[key] = not any(finding.blocks for finding in found)
+            prepared = Prepared(backend, host, TABLES.backends[backend], rows)
+            self.known[key] = not {"fail", "unknown"} & set(outcomes_of(prepared, FORMS[name]))
         return self.known[key] and has_features(host.arch, backend, name)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from attnroute.engine.classes import class_of
+from attnroute.engine.evaluate import Form, prepared
 from attnroute.engine.options import Options, options_for
 from attnroute.errors import TableError
 from attnroute.question.call import Call
@@ -58,12 +59,16 @@ def tables(folder: Path, **files: str) -> Tables:
     return Tables((folder,))
 
 
+def options(call, host, tables):
+    return options_for(Form(call), prepared(tables, host)["fast"])
+
+
 def values(tables, call=CALL, host=HOST):
-    return dict(options_for(call, host, tables, "fast").values)
+    return dict(options(call, host, tables).values)
 
 
 def test_without_a_row_a_kernel_chooses_for_itself(tmp_path):
-    assert options_for(CALL, HOST, tables(tmp_path), "fast") == Options()
+    assert options(CALL, HOST, tables(tmp_path)) == Options()
 
 
 def test_later_rows_replace_earlier_ones_by_name(tmp_path):
@@ -73,7 +78,7 @@ def test_later_rows_replace_earlier_ones_by_name(tmp_path):
         shared__tiles=option("tiles", "B = 2, C = 2, D = 2"),
         sm_90__fast='include = ["shared/tiles"]\n' + option("own", "C = 3, D = 3") + option("last", "D = 4"),
     )
-    said = options_for(CALL, HOST, found, "fast")
+    said = options(CALL, HOST, found)
     assert said.values == (("A", 1), ("B", 2), ("C", 3), ("D", 4))
     assert said.rows == ("any/fast/all", "shared/tiles/tiles", "sm_90/fast/own", "sm_90/fast/last")
 

@@ -5,25 +5,19 @@ Between two bounds of these ranges nothing changes, so one version of each stret
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from packaging.version import Version
 
-from attnroute.engine.decision import Decision, Verdict
-from attnroute.engine.evaluate import versions_known_id, versions_outside
+from attnroute.engine.evaluate import prepared, versions_known_id, versions_outside
+from attnroute.engine.select import Judgement, Selection
 from attnroute.question.host import Host
-from attnroute.question.normalize import normalize
 from attnroute.tables.alternatives import alternatives
 from attnroute.tables.points import end_of, points
 from attnroute.tables.versions import comparable, contains, version_of
 
-if TYPE_CHECKING:
-    from attnroute.engine.finding import Finding
-    from attnroute.tables.load import Tables
-
-Judge = Callable[..., Verdict]
 _BUILT_IN: Final = frozenset({"avx2"})
 """What nobody can install."""
 ANY_VERSION: Final = "0"
@@ -54,55 +48,45 @@ def with_versions(host: Host, ranges: tuple[Range, ...]) -> Host:
     return host.with_versions(changes)
 
 
-def installs(decision: Decision, tables: Tables, judge: Judge) -> Iterator[tuple[Verdict, tuple[Range, ...]]]:
+def installs(selection: Selection) -> Iterator[tuple[str, tuple[Range, ...]]]:
     """Give what would have to be installed for each backend that lacks nothing else.
 
-    Args:
-        decision: What was decided.
-        tables: The tables that decided it.
-        judge: How one backend is judged.
-
     Yields:
-        The backend's verdict, and the versions that would do, of everything that it lacks.
+        The backend, and the versions that would do, of everything that it lacks.
     """
-    for verdict in decision.verdicts:
-        if verdict.status != "unavailable" or verdict.excluded is not None:
+    for backend, judgement in selection.judgements.items():
+        if judgement.status != "unavailable" or judgement.excluded is not None:
             continue
-        for names in product(*(alternatives(need) for need in verdict.missing)):
-            if not _BUILT_IN & set(names) and not decision.host.broken.keys() & set(names):
-                ranges = _together(names, _Asked(decision, tables, judge, verdict))
+        for names in product(*(alternatives(need) for need in judgement.rows.missing)):
+            if not _BUILT_IN & set(names) and not selection.host.broken.keys() & set(names):
+                ranges = _together(names, _Backend(selection, judgement))
                 if ranges is not None:
-                    yield verdict, ranges
+                    yield backend, ranges
 
 
-def upgrades(decision: Decision, tables: Tables, judge: Judge) -> Iterator[tuple[Verdict, Range]]:
+def upgrades(selection: Selection) -> Iterator[tuple[str, Range]]:
     """Give newer versions of one distribution that would lift all that blocks a backend, or makes it slow.
 
-    Args:
-        decision: What was decided.
-        tables: The tables that decided it.
-        judge: How one backend is judged.
-
     Yields:
-        The backend's verdict, and the versions that would do.
+        The backend, and the versions that would do.
     """
-    for verdict in decision.verdicts:
-        wanted = verdict.excluded is None or verdict.excluded.reason == "unknown"
-        if wanted and not verdict.missing and verdict.backend != decision.selected:
-            asked = _Asked(decision, tables, judge, verdict)
-            for name in asked.tied():
-                found = asked.stretch(name, asked.newer(name), [()])
+    for backend, judgement in selection.judgements.items():
+        is_free = judgement.excluded is None or judgement.excluded.reason == "unknown"
+        if is_free and not judgement.rows.missing and backend != selection.selected:
+            other = _Backend(selection, judgement)
+            for name in other.tied():
+                found = other.stretch(name, other.newer(name), [()])
                 if found is not None:
-                    yield verdict, found
+                    yield backend, found
 
 
-def _together(names: tuple[str, ...], asked: _Asked) -> tuple[Range, ...] | None:
+def _together(names: tuple[str, ...], backend: _Backend) -> tuple[Range, ...] | None:
     """Return versions of several distributions that would do together.
 
     Each range is found with the newest of the others, which is what an installer takes, and with the lowest
     of those that were found before.
     """
-    candidates = {name: asked.known(name) for name in names}
+    candidates = {name: backend.known(name) for name in names}
     if not all(candidates.values()):
         return None
     newest = {name: Range(name, str(versions[-1])) for name, versions in candidates.items()}
@@ -111,29 +95,29 @@ def _together(names: tuple[str, ...], asked: _Asked) -> tuple[Range, ...] | None
         surroundings = [
             tuple(given[other] for other in names if other != name) for given in (newest, {**newest, **found})
         ]
-        stretch = asked.stretch(name, versions, surroundings[: 1 + bool(found)])
+        stretch = backend.stretch(name, versions, surroundings[: 1 + bool(found)])
         if stretch is None:
             return None
         found[name] = stretch
     return tuple(found.values())
 
 
-class _Asked:
+class _Backend:
     """One backend, to be judged under other versions."""
 
-    def __init__(self, decision: Decision, tables: Tables, judge: Judge, verdict: Verdict) -> None:
-        self._call = normalize(decision.call)
-        self._host, self._policy = decision.host, decision.policy
-        self._tables, self._judge, self._backend = tables, judge, verdict.backend
-        self._info = tables.info(self._host.arch, self._backend)
-        self._rows = {row.id: row.rule for row in tables.rules(self._host.arch, self._backend) or ()}
-        self._is_able = verdict.status == "eligible"
-        self._obstacles = verdict.blocking or _slow(verdict)
+    def __init__(self, selection: Selection, judgement: Judgement) -> None:
+        self._form, self._policy = judgement.form, judgement.policy
+        self._host, self._tables = selection.host, selection.tables
+        self._backend, self._info = judgement.backend, judgement.rows.info
+        self._rows = {row.id: row.rule for row in judgement.rows.rows or ()}
+        self._is_able = judgement.status == "eligible"
+        final = judgement.final
+        self._obstacles = [row_id for row_id, *_ in final.blocking] or final.slow
 
     def tied(self) -> list[str]:
         """Return the distributions whose versions every obstacle is about."""
-        said = [self._tied_to(finding) for finding in self._obstacles]
-        return [name for name in said[0] if all(name in names for names in said)] if said else []
+        found = [self._tied_to(row_id) for row_id in self._obstacles]
+        return [name for name in found[0] if all(name in names for names in found)] if found else []
 
     def newer(self, name: str) -> list[Version]:
         """Return the versions of a distribution at which something changes, above the one that is there."""
@@ -185,26 +169,21 @@ class _Asked:
 
     def _is_lifted(self, tried: Range) -> bool:
         """Return whether no obstacle stays for its versions alone, which saves asking."""
-        rows = [self._rows[found.rule].versions for found in self._obstacles if found.rule in self._rows]
+        rows = [self._rows[row_id].versions for row_id in self._obstacles if row_id in self._rows]
         return not any(
             tried.name in row and contains(row[tried.name], tried.name, tried.version) for row in rows
         )
 
     def _would_do(self, ranges: tuple[Range, ...], *, may_be_slow: bool) -> bool:
         host = with_versions(self._host, ranges)
-        found = self._judge(self._call, host, self._tables, self._backend, self._policy)
-        return found.status == "eligible" and found.excluded is None and (may_be_slow or not _slow(found))
+        found = Judgement(prepared(self._tables, host)[self._backend], self._form, self._policy)
+        return found.status == "eligible" and found.excluded is None and (may_be_slow or not found.is_slow)
 
-    def _tied_to(self, finding: Finding) -> list[str]:
-        """Return the distributions another version of which may change what a finding says."""
-        if finding.rule in self._rows:
-            return list(self._rows[finding.rule].versions)
-        if finding.rule != versions_known_id(self._backend):
+    def _tied_to(self, row_id: str) -> list[str]:
+        """Return the distributions another version of which may change what a row says."""
+        if row_id in self._rows:
+            return list(self._rows[row_id].versions)
+        if row_id != versions_known_id(self._backend):
             return []
         outside = versions_outside(self._info, self._host)
         return list(outside) if len(outside) == 1 else []
-
-
-def _slow(verdict: Verdict) -> tuple[Finding, ...]:
-    """Return the findings for which a backend that may run is put behind the others."""
-    return tuple(f for f in verdict.findings if f.kind == "slow" and f.outcome == "fail")

@@ -1,48 +1,38 @@
-"""Hints, computed by asking `decide` again with one thing changed; never typed by hand."""
+"""Hints, computed by selecting again with one thing changed; never typed by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from attnroute.engine.advice.other_versions import (
     ANY_VERSION,
-    Judge,
     Range,
     installs,
     upgrades,
     with_versions,
 )
-from attnroute.engine.decision import Decision, Hint
+from attnroute.engine.decision import Hint
+from attnroute.engine.select import Selection, select
 from attnroute.question.call import Call, CausalNode, DenseNode, DocumentsNode, FunctionNode, MaskNode
-from attnroute.question.facts import nested
 from attnroute.question.host import Host
+from attnroute.question.normalize import nested
 from attnroute.tables.versions import version_of
 
-if TYPE_CHECKING:
-    from attnroute.tables.load import Tables
-
-Decide = Callable[..., Decision]
 MOST_ASKED: Final = 40
 """Changes that are tried at most."""
 _LENGTH_MULTIPLE: Final = 128
 
 
-def hints(decision: Decision, tables: Tables, decide: Decide, judge: Judge) -> tuple[Hint, ...]:
-    """Return the changes after which another backend would be selected, or, for upgrades, be eligible.
-
-    Args:
-        decision: What was decided.
-        tables: The tables that decided it.
-        decide: `engine.decide.decide`, which asks again.
-        judge: `engine.decide.judge`, which asks about one backend.
-    """
+def hints(selection: Selection) -> tuple[Hint, ...]:
+    """Return the changes after which another backend would be selected, or, for upgrades, be eligible."""
     found: list[Hint] = []
-    for change in islice(_changes(decision, tables, judge), MOST_ASKED):
-        told = _told(change, decision, decide(change.call, change.host, tables, decision.policy))
-        if told is not None and told not in found:
-            found.append(told)
+    for change in islice(_changes(selection), MOST_ASKED):
+        after = select(change.call, change.host, selection.tables, selection.policy)
+        hint = _hint(change, selection, after)
+        if hint is not None and hint not in found:
+            found.append(hint)
     return tuple(found)
 
 
@@ -55,7 +45,7 @@ class _Change(NamedTuple):
     backend: str | None = None
 
 
-def _told(change: _Change, before: Decision, after: Decision) -> Hint | None:
+def _hint(change: _Change, before: Selection, after: Selection) -> Hint | None:
     """Return what a change would bring, None where that is nothing."""
     hint, backend = change.hint, change.backend
     if after.selected is None:
@@ -68,16 +58,16 @@ def _told(change: _Change, before: Decision, after: Decision) -> Hint | None:
     return None
 
 
-def _changes(decision: Decision, tables: Tables, judge: Judge) -> Iterator[_Change]:
-    call, host = decision.call, decision.host
+def _changes(selection: Selection) -> Iterator[_Change]:
+    call, host = selection.call, selection.host
     yield from (_Change(hint, changed, host) for hint, changed in _call_changes(call))
-    for verdict, ranges in installs(decision, tables, judge):
+    for backend, ranges in installs(selection):
         hint = _versions_hint("install", ranges)
-        yield _Change(hint, call, with_versions(host, ranges), verdict.backend)
-    for verdict, found in upgrades(decision, tables, judge):
+        yield _Change(hint, call, with_versions(host, ranges), backend)
+    for backend, found in upgrades(selection):
         is_there = version_of(found.name, host.versions) is not None
         hint = _versions_hint("upgrade" if is_there else "install", (found,))
-        yield _Change(hint, call, with_versions(host, (found,)), verdict.backend)
+        yield _Change(hint, call, with_versions(host, (found,)), backend)
 
 
 def _versions_hint(kind: Literal["install", "upgrade"], ranges: tuple[Range, ...]) -> Hint:

@@ -18,8 +18,8 @@ from attnroute.question.call import (
     PrefixNode,
     WindowNode,
 )
-from attnroute.question.facts.nested import is_cross, lengths_vary
 from attnroute.question.facts.runs import some_run_is_empty
+from attnroute.question.normalize import is_cross, lengths_vary
 from attnroute.vocabulary import EmptyRows
 
 Nodes = tuple[MaskNode, ...]

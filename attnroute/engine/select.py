@@ -1,0 +1,225 @@
+"""Choose a backend for one call: the only place where that happens.
+
+A `Selection` holds what was chosen and what every row answered. It makes no sentences, which most calls never
+need: `attnroute.engine.decide` describes it as a `Decision` where somebody reads the reasons.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from attnroute.engine.decision import Exclusion
+from attnroute.engine.evaluate import Evaluation, Form, Prepared, prepared
+from attnroute.engine.options import Options, options_for
+from attnroute.engine.quadratic import holds_quadratic, may_grow, score_bytes
+from attnroute.engine.rank import preferred, ranked
+from attnroute.engine.repairs import ORDER
+from attnroute.question import fits
+from attnroute.question.call import Call
+from attnroute.question.host import Host
+from attnroute.question.normalize import normalize
+from attnroute.question.policy import Policy
+from attnroute.tables.load import Tables
+from attnroute.tables.rows import PreferenceRow
+from attnroute.vocabulary import BUILD_MASKS, SLOW_TIER, Repair, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The rows of one backend held against a call as given, and again after each repair.
+
+    Attributes:
+        evaluations: In this order; the last one is what would run.
+        repairs: What was repaired, in order.
+        extra_bytes: What the repairs allocate.
+        quadratic_bytes: How many of these are a mask that makes memory quadratic.
+    """
+
+    evaluations: tuple[Evaluation, ...]
+    repairs: tuple[Repair, ...]
+    extra_bytes: int
+    quadratic_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """What the rows say about one backend.
+
+    Attributes:
+        rows: The rows of the backend on this host.
+        form: The call as given.
+        policy: The wishes.
+    """
+
+    rows: Prepared
+    form: Form
+    policy: Policy
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend."""
+        return self.rows.backend
+
+    @cached_property
+    def stages(self) -> Stages:
+        """Every row's answer, before and after each repair."""
+        return _repaired(self.rows, self.form)
+
+    @cached_property
+    def status(self) -> Status:
+        """Rejected > unknown > unavailable > eligible: the worst that holds."""
+        if self.rows.never_runs:
+            return "rejected"
+        outcomes = [outcome for _, _, outcome, _ in self.final.blocking]
+        if "fail" in outcomes:
+            return "rejected"
+        if outcomes:
+            return "unknown"
+        return "unavailable" if self.rows.missing else "eligible"
+
+    @property
+    def is_able(self) -> bool:
+        """Whether no row rejects the backend."""
+        return self.status != "rejected"
+
+    @property
+    def final(self) -> Evaluation:
+        """Every row's answer about the call as the kernel gets it."""
+        return self.stages.evaluations[-1]
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a row says that the backend is slow for this call."""
+        return bool(self.final.slow)
+
+    @property
+    def repairs(self) -> tuple[Repair, ...]:
+        """What must be done to the call first, in order."""
+        return self.stages.repairs if self.is_able else ()
+
+    @property
+    def quadratic_bytes(self) -> int:
+        """The bytes of a mask with an entry for every query and key that the repairs build."""
+        return self.stages.quadratic_bytes if self.is_able else 0
+
+    @cached_property
+    def options(self) -> Options:
+        """Tile options that rows state for the kernel on this call."""
+        if not self.is_able:
+            return Options()
+        return options_for(self.final.form, self.rows)
+
+    @property
+    def score_bytes(self) -> int:
+        """What a quadratic backend allocates for its scores, in bytes; 0 for the others."""
+        return score_bytes(self.form.call) if self.rows.info.memory == "quadratic" else 0
+
+    @cached_property
+    def excluded(self) -> Exclusion | None:
+        """Why policy keeps the backend out, whatever its verdict."""
+        return _exclusion(self.backend, self.status, self.policy)
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """What was chosen for one call, and what every row answered.
+
+    Attributes:
+        call: The question, as given.
+        host: The machine.
+        policy: The wishes.
+        tables: What was asked.
+        judgements: One for each backend of the tables.
+        preferences: Those that hold for the call, the one that counts most first.
+        order: The candidates in the order in which they would run.
+    """
+
+    call: Call
+    host: Host
+    policy: Policy
+    tables: Tables = field(repr=False)
+    judgements: dict[str, Judgement] = field(repr=False)
+    preferences: tuple[PreferenceRow, ...]
+    order: tuple[str, ...]
+
+    @property
+    def selected(self) -> str | None:
+        """The first of `order`, None when nothing may run."""
+        return self.order[0] if self.order else None
+
+
+def select(call: Call, host: Host, tables: Tables, policy: Policy) -> Selection:
+    """Choose a backend for one call on one machine.
+
+    Raises:
+        ArgumentError: The parts of the call do not fit together, as `attention()` would say of its tensors.
+        TableError: The tables are malformed or do not describe the host's architecture.
+    """
+    fits.check(call)
+    if policy.transform is not None and call.context.transform is None:
+        call = call.with_(context=call.context.model_copy(update={"transform": policy.transform}))
+    form = Form(normalize(call))
+    judgements = {name: Judgement(rows, form, policy) for name, rows in prepared(tables, host).items()}
+    preferences = preferred(form.facts, host, tables)
+    order = ranked(judgements, preferences, policy)
+    return Selection(call, host, policy, tables, judgements, preferences, order)
+
+
+def _repaired(rows: Prepared, form: Form) -> Stages:
+    """Take recognised masks as what they say, unless that would only have to become a tensor again."""
+    recognized = form.repaired("recognize_mask")
+    if recognized is None:
+        return _repair(rows, form, [], [])
+    given = Evaluation(rows, form)
+    by_nodes = _repair(rows, recognized[0], [given], ["recognize_mask"])
+    if _may_run(by_nodes) and "materialize_mask" not in by_nodes.repairs:
+        return by_nodes
+    as_given = _repair(rows, form, [], [])
+    return by_nodes if _may_run(by_nodes) and not _may_run(as_given) else as_given
+
+
+def _may_run(stages: Stages) -> bool:
+    return not stages.evaluations[-1].blocking
+
+
+def _repair(rows: Prepared, form: Form, before: list[Evaluation], made: list[Repair]) -> Stages:
+    """Apply the repairs that rows name, one at a time, until nothing that is left can be lifted."""
+    given, extra, quadratic = form, 0, 0
+    while True:
+        evaluation = Evaluation(rows, form)
+        before.append(evaluation)
+        change = _next_repair(evaluation, made)
+        if change is None:
+            return Stages(tuple(before), tuple(made), extra, quadratic)
+        repair, form, size = change
+        made.append(repair)
+        extra += size
+        if repair in BUILD_MASKS and holds_quadratic(form.facts) and may_grow(given.facts):
+            quadratic += size
+
+
+def _next_repair(evaluation: Evaluation, made: list[Repair]) -> tuple[Repair, Form, int] | None:
+    """Return the first repair in order that a blocking row names and that can be made."""
+    wanted = {repair for _, _, _, repair in evaluation.blocking}.difference(made)
+    for repair in ORDER if wanted else ():
+        if repair in wanted and (change := evaluation.form.repaired(repair)) is not None:
+            return repair, *change
+    return None
+
+
+def _exclusion(backend: str, status: Status, policy: Policy) -> Exclusion | None:
+    if backend in policy.ban:
+        return Exclusion(reason="banned", origin=policy.origin_of("ban"))
+    if policy.require is not None and backend != policy.require:
+        return Exclusion(reason="not_required", origin=policy.origin_of("require"))
+    if policy.require is None and policy.allow is not None and backend not in policy.allow:
+        return Exclusion(reason="not_allowed", origin=policy.origin_of("allow"))
+    if policy.strict and backend in SLOW_TIER:
+        return Exclusion(reason="strict", origin=policy.origin_of("strict"))
+    if policy.failed and (message := dict(policy.failed).get(backend)) is not None:
+        return Exclusion(reason="failed", origin=message)
+    if status == "unknown" and (policy.strict or not policy.allow_unknown):
+        setting = "strict" if policy.strict else "allow_unknown"
+        return Exclusion(reason="unknown", origin=policy.origin_of(setting))
+    return None
