@@ -12,7 +12,7 @@ from attnroute._version import __version__
 
 if TYPE_CHECKING:
     from attnroute import biases, masks
-    from attnroute.api import attention, explain
+    from attnroute.api.attention import attention, explain
     from attnroute.engine.decide import decide
     from attnroute.engine.decision import Decision, Verdict
     from attnroute.engine.finding import Finding
@@ -50,9 +50,9 @@ _HOMES = {
     "RerouteWarning": "attnroute.errors",
     "TableError": "attnroute.errors",
     "Verdict": "attnroute.engine.decision",
-    "attention": "attnroute.api",
+    "attention": "attnroute.api.attention",
     "decide": "attnroute.engine.decide",
-    "explain": "attnroute.api",
+    "explain": "attnroute.api.attention",
     "override": "attnroute.settings",
 }
 

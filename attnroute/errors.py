@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, Final
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from attnroute.engine.decision import Decision
 
 _ALIKE: Final = 0.7
@@ -116,6 +120,32 @@ def _shown(got: object) -> str:
         # Python writes out no integer of thousands of digits.
         return f"an {type(got).__name__} of more digits than Python writes out"
     return shortened(text, 4 * ECHO)
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the line of the user's code that led here, through attnroute and torch's compiler."""
+    frame = _users_frame()
+    if frame is None:
+        warnings.warn(message, category, stacklevel=2)
+        return
+    names = frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    module = names.get("__name__", "__main__")
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def _users_frame() -> FrameType | None:
+    """Return the innermost frame outside of attnroute and torch, one of torch where there is no other."""
+    frame, of_torch = inspect.currentframe(), None
+    while frame is not None:
+        # Code that torch.fx generated has no module.
+        package = str(frame.f_globals.get("__name__", "torch")).partition(".")[0]
+        if package not in ("attnroute", "torch"):
+            return frame
+        if package == "torch" and of_torch is None:
+            of_torch = frame
+        frame = frame.f_back
+    return of_torch
 
 
 def printable(text: str) -> str:

@@ -1,21 +1,19 @@
-"""Blocks of `override()`: what they state, and which of them were entered in this thread or task.
+"""The blocks of `override()`: their settings, and which of them this thread or asyncio task has entered.
 
-Which blocks are entered stands in one ContextVar and nowhere else, so each thread and each task has its own,
-and whoever asks in one of them is told what holds there.
+The entered blocks are kept in one ContextVar and nowhere else, so each thread and each task has its own.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from attnroute.errors import OverrideError, OverrideWarning
+from attnroute.errors import OverrideError, OverrideWarning, warn_user
 from attnroute.question.policy import Policy, merge
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -29,34 +27,38 @@ class Scope:
         block: The block.
         below: The scope around it.
         policy: What holds inside.
-        words: The same as a text, which a compiled graph is bound to.
+        guard: The same as a text, which a compiled graph is bound to.
         task: The backward pass in which it was entered, -1 outside of one.
     """
 
     block: Override
     below: Scope | None
     policy: Policy
-    words: str
+    guard: str
     task: int
 
 
 _OVERRIDE: ContextVar[Scope | None] = ContextVar("attnroute_override", default=None)
 
 
-def scope_here() -> Scope | None:
-    """Return the innermost block that was entered in this thread or task."""
-    return _OVERRIDE.get()
+scope_here: Callable[[], Scope | None] = _OVERRIDE.get
+"""Return the innermost block that was entered in this thread or task, None outside of every one."""
 
+override_guard: str
+"""The settings of `override()` in this thread or task, as a text: equal for equal settings, empty outside.
 
-def is_scoped() -> bool:
-    """Return whether an `override()` is in force here."""
-    return _OVERRIDE.get() is not None
+A compiled graph must not run under another override than the one it was made under. dynamo cannot guard a
+ContextVar. It can guard an attribute of a module, which it reads again before each run, in the thread and
+task of that run. So `__getattr__` computes this one from the ContextVar each time; nothing else keeps it.
+"""
 
+if not TYPE_CHECKING:
 
-def words_in_force() -> str:
-    """Return what `override()` says here as a text, the same for equal wishes; empty outside of one."""
-    scope = _OVERRIDE.get()
-    return "" if scope is None else scope.words
+    def __getattr__(name: str) -> str:
+        if name == "override_guard":
+            scope = _OVERRIDE.get()
+            return "" if scope is None else scope.guard
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def stated_in(task: int) -> list[Policy]:
@@ -114,10 +116,10 @@ class Override:
 
     def __del__(self) -> None:
         if not self._used:
-            said = (
+            message = (
                 "override() has no effect on its own: write `with attnroute.override(...):` around the calls"
             )
-            warnings.warn(said + ", or decorate a function with it.", OverrideWarning, stacklevel=2)
+            warn_user(message + ", or decorate a function with it.", OverrideWarning)
 
 
 def outside_of_graphs(function: Any) -> None:

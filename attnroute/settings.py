@@ -1,19 +1,26 @@
-"""Where wishes come from: the environment, `override()`, the call. The only reader of `ATTNROUTE_*`.
+"""Reads the variables `ATTNROUTE_*`, and merges them with `override()` and what a call names itself.
 
-The environment is read once, at the first call; `reload()` reads it again. Nothing here runs on the way of a
-call but one ContextVar lookup.
+The environment is read once, at the first call; `reload()` reads it again. A warm call
+runs nothing of this module but one ContextVar lookup.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from attnroute.errors import OverrideError, OverrideWarning, did_you_mean, printable, quoted, shortened
+from attnroute.errors import (
+    OverrideError,
+    OverrideWarning,
+    did_you_mean,
+    printable,
+    quoted,
+    shortened,
+    warn_user,
+)
 from attnroute.question.policy import Policy, merge
 from attnroute.scopes import Override, outside_of_graphs, scope_here
 from attnroute.tables.load import load
@@ -151,12 +158,12 @@ def call_policy(backend: str | None, prefer: str | Iterable[str] | None) -> Poli
     Raises:
         OverrideError: A backend is not known, or `prefer` stands beside `backend`.
     """
-    wishes = prefer if prefer is None or isinstance(prefer, str) else _words(prefer)
+    names = prefer if prefer is None or isinstance(prefer, str) else _as_tuple(prefer)
     try:
-        return _merged(current(), backend, wishes)
+        return _merged(current(), backend, names)
     except TypeError:
         # Not hashable, so no name of a backend; the checks say so.
-        return _merge(current(), backend, wishes)
+        return _merge(current(), backend, names)
 
 
 @lru_cache(maxsize=256)
@@ -189,7 +196,7 @@ def policy_of(
         tables: The overlay in force, which may declare backends of its own.
 
     Raises:
-        OverrideError: A backend is not known, or the wishes exclude each other.
+        OverrideError: A backend is not known, or the settings exclude each other.
     """
     given = {"backend": backend, "prefer": prefer, "allow": allow, "ban": ban}
     stated = {name: value for name, value in given.items() if value is not None}
@@ -200,7 +207,7 @@ def policy_of(
         if name == "backend":
             settings["require"] = _backend(where, value, known)
         else:
-            settings[name] = tuple(_backend(where, word, known) for word in _words(value))
+            settings[name] = tuple(_backend(where, word, known) for word in _as_tuple(value))
     if backend is not None:
         _check_beside(origin, backend, settings)
     return Policy.model_validate({**settings, "origin": dict.fromkeys(settings, origin)})
@@ -222,7 +229,7 @@ def known_backends(tables: Path | None = None) -> tuple[str, ...]:
     return tuple(load(tables).backends)
 
 
-def _words(value: object) -> tuple[Any, ...]:
+def _as_tuple(value: object) -> tuple[Any, ...]:
     """Return one name or several as a tuple; what is neither is named by the check of each."""
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
 
@@ -300,8 +307,8 @@ def _read_explain(name: str, text: str, _known: tuple[str, ...]) -> dict[str, ob
 
 def _warn_unknown(name: str) -> None:
     hint = did_you_mean(name, VARIABLES, PREFIX) or f"; the known ones are {', '.join(VARIABLES)}."
-    said = f"{shortened(name)} is no variable of attnroute and has no effect{hint}"
-    warnings.warn(printable(said), OverrideWarning, stacklevel=4)
+    message = f"{shortened(name)} is no variable of attnroute and has no effect{hint}"
+    warn_user(printable(message), OverrideWarning)
 
 
 _READERS: dict[str, _Reader] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from attnroute.engine.classes import class_of
 from attnroute.engine.decide import decide, describe
 from attnroute.engine.decision import Decision
 from attnroute.engine.select import Selection, select
-from attnroute.errors import NoBackendError, QuadraticAttentionWarning
+from attnroute.errors import NoBackendError, QuadraticAttentionWarning, warn_user
 from attnroute.masks.tracing import is_tracing
 from attnroute.memory import Memory
 from attnroute.probes import imports, packages
@@ -43,11 +42,11 @@ class Choice:
     Attributes:
         call: The first call of its class.
         host: The machine.
-        policy: The wishes.
+        policy: The settings in force, with the backends that refused such calls.
         backend: What was selected.
         repairs: What must be done to the call first.
         options: Options that rows state for the kernel.
-        compiles: The first call of a structure compiles.
+        compiles: The first call of such a kind compiles.
     """
 
     call: Call
@@ -178,4 +177,4 @@ def _check(selection: Selection) -> None:
         decision = describe(selection)
         raise NoBackendError(render_failure(decision), decision)
     if selected in SLOW_TIER and selection.judgements[selected].score_bytes > limit:
-        warnings.warn(render_quadratic(describe(selection)), QuadraticAttentionWarning, stacklevel=7)
+        warn_user(render_quadratic(describe(selection)), QuadraticAttentionWarning)

@@ -1,4 +1,4 @@
-"""Which backends refused which calls in this process: they are not asked again for calls like these."""
+"""The backends that refused calls in this process: later calls of the same kind exclude them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def known(call: Call, host: Host, policy: Policy) -> Policy:
 
 
 def also_failed(policy: Policy, refused: dict[str, str]) -> Policy:
-    """Return the policy with further backends that refuse the call, and what they said."""
+    """Return the policy with further backends that refuse the call, and the error of each."""
     return merge(policy, Policy(failed=tuple(sorted({**dict(policy.failed), **refused}.items()))))
 
 

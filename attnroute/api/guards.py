@@ -1,8 +1,8 @@
-"""Lengths that a compiled graph leaves open: it holds for all that a decision treats as it treated one.
+"""The guards on lengths of a compiled graph: conditions that could change its decision.
 
-A decision is made for the lengths of the call that is traced. Whatever a row that could change
-it asks about a length is then asked of the tracer's own lengths too, whose answers become conditions of the
-graph: a length with another answer is traced anew, and no other one is.
+A decision is made for the lengths of the call that is traced. Each condition on a length that could change
+it, of a row or of a preference, is then evaluated on the tracer's own lengths too, which makes its answer a
+guard of the graph. A length with other answers is traced anew, and no other one is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attnroute.tables.load import Tables
 
 
-def hold(decision: Decision, extent: Extent, tables: Tables) -> None:
+def guard_decision(decision: Decision, extent: Extent, tables: Tables) -> None:
     """Make the answers to everything that could change a decision conditions of the graph.
 
     Args:

@@ -16,27 +16,21 @@ from attnroute.masks.tracing import is_traced, is_wrapped
 from attnroute.question import fits
 
 if TYPE_CHECKING:
-    from attnroute.api.question import Arguments
+    from attnroute.api.records import Given, Problem
+    from attnroute.errors import ArgumentError
     from attnroute.vocabulary import Alignment
 
 _NAMES = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
 
 
-def refuse_lengths(args: Arguments) -> None:
-    """Refuse the arguments of layout thd in a call of another layout.
-
-    Raises:
-        ArgumentError: One of them was given.
-    """
-    no_sums = args.cu_seqlens_q is None and args.cu_seqlens_kv is None
-    if no_sums and args.max_seqlen_q is None and args.max_seqlen_kv is None:
-        return
-    name = next(name for name in _NAMES if getattr(args, name) is not None)
+def lengths_without_packing(given: Given) -> ArgumentError:
+    """Return the error of a call of another layout that was given an argument of layout thd."""
+    name = next(name for name in _NAMES if getattr(given, name) is not None)
     to_do = 'pass layout="thd" with packed tensors, or masks.Documents and masks.KeyPadding with padded ones'
-    raise argument_error(name, 'layout="thd"', f"layout={args.layout!r}", to_do)
+    return argument_error(name, 'layout="thd"', f"layout={given.layout!r}", to_do)
 
 
-def pack(args: Arguments) -> None:
+def pack(problem: Problem) -> None:
     """Turn a call of layout thd into a batch of one whose mask holds the sequences, causal and window.
 
     Query, key and value become views (1, num_heads, total, head_dim).
@@ -45,47 +39,48 @@ def pack(args: Arguments) -> None:
         ArgumentError: An argument of layout thd is missing or means nothing, or another one has no meaning
             for packed sequences.
     """
+    given = problem.given
     for name in ("query", "key", "value"):
-        check_number_of_dims(name, getattr(args, name), "thd")
-    is_cross = args.cu_seqlens_kv is not None and args.cu_seqlens_kv is not args.cu_seqlens_q
-    _check_sums(args, is_cross=is_cross)
-    _check_scores(args, is_cross=is_cross)
-    _check_band(args, is_cross=is_cross)
-    args.mask = _ragged(args, is_cross=is_cross)
-    args.is_causal, args.window = False, None
-    args.query, args.key, args.value = (
-        t.unsqueeze(0).transpose(1, 2) for t in (args.query, args.key, args.value)
+        check_number_of_dims(name, getattr(given, name), "thd")
+    is_cross = given.cu_seqlens_kv is not None and given.cu_seqlens_kv is not given.cu_seqlens_q
+    _check_sums(given, is_cross=is_cross)
+    _check_scores(problem, is_cross=is_cross)
+    _check_band(given, is_cross=is_cross)
+    problem.mask = _ragged(given, is_cross=is_cross)
+    problem.is_causal, problem.window = False, None
+    problem.query, problem.key, problem.value = (
+        t.unsqueeze(0).transpose(1, 2) for t in (given.query, given.key, given.value)
     )
 
 
-def _ragged(args: Arguments, *, is_cross: bool) -> Ragged:
-    sums = cast("Tensor", args.cu_seqlens_q)
-    left, right = args.window or (None, None)
-    if args.is_causal:
+def _ragged(given: Given, *, is_cross: bool) -> Ragged:
+    sums = cast("Tensor", given.cu_seqlens_q)
+    left, right = given.window or (None, None)
+    if given.is_causal:
         right = 0
-    longest_q = _longest("q", sums, args.max_seqlen_q, args.query.shape[0])
+    longest_q = _longest("q", sums, given.max_seqlen_q, given.query.shape[0])
     if not is_cross:
-        if args.max_seqlen_kv is not None:
-            longest_q = min(longest_q, _longest("kv", sums, args.max_seqlen_kv, args.key.shape[0]))
+        if given.max_seqlen_kv is not None:
+            longest_q = min(longest_q, _longest("kv", sums, given.max_seqlen_kv, given.key.shape[0]))
         return Ragged(sums, None, longest_q, None, left, right)
-    other = cast("Tensor", args.cu_seqlens_kv)
-    longest_kv = _longest("kv", other, args.max_seqlen_kv, args.key.shape[0])
-    alignment = cast("Alignment", args.causal_alignment or "top_left")
+    other = cast("Tensor", given.cu_seqlens_kv)
+    longest_kv = _longest("kv", other, given.max_seqlen_kv, given.key.shape[0])
+    alignment = cast("Alignment", given.causal_alignment or "top_left")
     return Ragged(sums, other, longest_q, longest_kv, left, right, alignment)
 
 
-def _check_sums(args: Arguments, *, is_cross: bool) -> None:
-    _check_sum("cu_seqlens_q", args.cu_seqlens_q, args)
-    total_q, total_kv = args.query.shape[0], args.key.shape[0]
+def _check_sums(given: Given, *, is_cross: bool) -> None:
+    _check_sum("cu_seqlens_q", given.cu_seqlens_q, given)
+    total_q, total_kv = given.query.shape[0], given.key.shape[0]
     if not is_cross:
         if total_q != total_kv:
             required = f"query's total length ({total_q}) where cu_seqlens_kv is not given"
             raise argument_error("key", required, total_kv, "pass cu_seqlens_kv")
         return
-    _check_sum("cu_seqlens_kv", args.cu_seqlens_kv, args)
+    _check_sum("cu_seqlens_kv", given.cu_seqlens_kv, given)
 
 
-def _check_sum(name: str, sums: object, args: Arguments) -> None:
+def _check_sum(name: str, sums: object, given: Given) -> None:
     required = "a 1-D int32 or int64 tensor of at least two prefix sums"
     to_do = "pass [0, end of the first sequence, ..., end of the last]"
     if not isinstance(sums, Tensor):
@@ -93,8 +88,8 @@ def _check_sum(name: str, sums: object, args: Arguments) -> None:
     strided(name, sums)
     if sums.dtype not in (torch.int32, torch.int64) or sums.dim() != 1 or sums.shape[0] < 2:
         raise argument_error(name, required, f"{sums.dtype} of shape {tuple(sums.shape)}", to_do)
-    if sums.device.type != "cpu" and sums.device != args.query.device:
-        required = f"query's device ({args.query.device}) or the CPU"
+    if sums.device.type != "cpu" and sums.device != given.query.device:
+        required = f"query's device ({given.query.device}) or the CPU"
         raise argument_error(name, required, sums.device, "move it there")
 
 
@@ -119,28 +114,28 @@ def _read(name: str, sums: Tensor, total: int) -> int:
     return int(sums.diff().max())
 
 
-def _check_scores(args: Arguments, *, is_cross: bool) -> None:
+def _check_scores(problem: Problem, *, is_cross: bool) -> None:
     """What a matrix of positions would be needed for has no meaning, as packed sequences have none."""
     in_each = "pass is_causal or window, which hold in each sequence"
     padded = "pad the batch and pass masks.KeyPadding, or use alibi_slopes"
     by_place = "pad the batch, so that indices are those of one sequence"
     refused = (
-        ("mask", args.mask, "no mask beside layout thd", in_each),
-        ("bias", args.bias, "no dense bias beside layout thd", padded),
-        ("bias", args.score_mod, "no score function beside layout thd", by_place),
+        ("mask", problem.mask, "no mask beside layout thd", in_each),
+        ("bias", problem.bias, "no dense bias beside layout thd", padded),
+        ("bias", problem.score_mod, "no score function beside layout thd", by_place),
     )
-    for name, given, required, to_do in refused:
-        if given is not None:
-            raise argument_error(name, required, type(given).__name__, to_do)
-    if args.alibi_slopes is not None and is_cross:
+    for name, value, required, to_do in refused:
+        if value is not None:
+            raise argument_error(name, required, type(value).__name__, to_do)
+    if problem.given.alibi_slopes is not None and is_cross:
         to_do = "pad the batch and pass masks.KeyPadding"
         required = "queries and keys of the same sequences beside layout thd"
         raise argument_error("alibi_slopes", required, "a cu_seqlens_kv of its own", to_do)
 
 
-def _check_band(args: Arguments, *, is_cross: bool) -> None:
-    check_alignment(args.causal_alignment)
-    if args.window is not None:
-        check_window(args.window)
-    if is_cross and args.causal_alignment is None and (args.is_causal or args.window is not None):
+def _check_band(given: Given, *, is_cross: bool) -> None:
+    check_alignment(given.causal_alignment)
+    if given.window is not None:
+        check_window(given.window)
+    if is_cross and given.causal_alignment is None and (given.is_causal or given.window is not None):
         raise fits.corner_of_each()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from attnroute import settings
-from attnroute.api import choices, compiling, failures, guards, recompute
+from attnroute.api import choices, compiling, failures, guards
 from attnroute.api.choices import Choice
-from attnroute.api.question import Arguments, bias_of, call_of, device_of, example_of, extent_of, mask_of
-from attnroute.api.validate import check_extras, check_tensors
+from attnroute.api.question import call_of
+from attnroute.api.records import Output, Problem
+from attnroute.api.validate import check
 from attnroute.engine.decision import Decision
 from attnroute.executors.inputs import Inputs, Plan
 from attnroute.executors.prepare.apply import Run, run_repaired
@@ -42,8 +42,6 @@ _PROGRAMMED = (AnyNode, FunctionNode, NotNode)
 
 COMPILES = frozenset({"flex", "flex_fa4"})
 """The backends that torch compiles at the first call of a structure."""
-
-Output = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,6 @@ def forget() -> None:
     settings.reload()
     log.forget()
     failures.forget()
-    recompute.forget()
 
 
 def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
@@ -95,56 +92,56 @@ def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
     return [route.choice for route in gone] + choices.drop(backend, concerns)
 
 
-def make(args: Arguments, policy: Policy, key: object) -> Route:
+def make(problem: Problem, policy: Policy, key: object) -> Route:
     """Decide and remember.
 
     Raises:
         ArgumentError: The arguments mean nothing.
         NoBackendError: No backend may run the call; the message holds every reason.
     """
-    call, host, tables = _question(args, policy)
-    route = _route(args, call, choices.chosen(call, host, tables, policy))
+    call, host, tables = _question(problem, policy)
+    route = _route(problem, call, choices.chosen(call, host, tables, policy))
     # What is chosen while a CUDA graph is captured may compile nothing; other calls may.
     if not call.context.cuda_graph:
         _ROUTES.put(key, route)
     return route
 
 
-def trace(args: Arguments, policy: Policy) -> Route:
+def trace(problem: Problem, policy: Policy) -> Route:
     """Decide for the tensors of a tracer; the lengths that it leaves open stay open as far as rows allow.
 
     Raises:
         ArgumentError: The arguments mean nothing.
         NoBackendError: No backend may run the call; the message holds every reason.
     """
-    call, host, tables = _question(args, policy)
-    extent = extent_of(args)
+    call, host, tables = _question(problem, policy)
+    extent = problem.extent
     if is_exporting():
         # An exported program is never traced anew, so what is chosen must do for every length.
         call = guards.open_lengths(call, extent)
-        return _route(args, call, choices.chosen(call, host, tables, policy))
+        return _route(problem, call, choices.chosen(call, host, tables, policy))
     decision = choices.decided(call, host, tables, policy)
-    guards.hold(decision.model_copy(update={"call": call}), extent, tables)
-    return _route(args, call, Choice.of(decision))
+    guards.guard_decision(decision.model_copy(update={"call": call}), extent, tables)
+    return _route(problem, call, Choice.of(decision))
 
 
-def decision_of(args: Arguments, policy: Policy, *, advise: bool = False) -> Decision:
+def decision_of(problem: Problem, policy: Policy, *, advise: bool = False) -> Decision:
     """Check the arguments and decide, running nothing.
 
     Raises:
         ArgumentError: The arguments mean nothing.
     """
-    call, host, tables = _question(args, policy)
+    call, host, tables = _question(problem, policy)
     decision = choices.explained(call, host, tables, policy, advise=advise)
-    return _with_compile_time(decision, call, args) if advise else decision
+    return _with_compile_time(decision, call, problem) if advise else decision
 
 
-def _with_compile_time(decision: Decision, call: Call, args: Arguments) -> Decision:
+def _with_compile_time(decision: Decision, call: Call, problem: Problem) -> Decision:
     """Say how long the structure of the call took to compile, where it was compiled already."""
     if decision.selected not in COMPILES or not compiling.has_compiled():
         return decision
-    route = _route(args, call, Choice.of(decision))
-    seconds = compiling.seconds(_inputs(route, args), route.plan)
+    route = _route(problem, call, Choice.of(decision))
+    seconds = compiling.seconds(_inputs(route, problem), route.plan)
     verdicts = tuple(
         v.model_copy(update={"compiled_seconds": seconds}) if v.backend == decision.selected else v
         for v in decision.verdicts
@@ -152,78 +149,63 @@ def _with_compile_time(decision: Decision, call: Call, args: Arguments) -> Decis
     return decision.model_copy(update={"verdicts": verdicts})
 
 
-def _question(args: Arguments, policy: Policy) -> tuple[Call, Host, Tables]:
-    check_tensors(args)
-    extent = extent_of(args)
-    check_extras(args, extent)
+def _question(problem: Problem, policy: Policy) -> tuple[Call, Host, Tables]:
+    check(problem)
     # The key of a call inside a transform does not hold what a look would find, and a tracer's masks have
     # nothing to look at.
-    look = policy.recognize and args.transform is None and not args.traced
-    call = call_of(args, example_of(extent), mask_of(args), look=look)
-    host = host_of(*device_of(args.query))
-    return call, host, load(policy.tables)
+    look = policy.recognize and problem.transform is None and not problem.traced
+    return call_of(problem, look=look), host_of(*problem.device), load(policy.tables)
 
 
-def execute(route: Route, args: Arguments) -> Output:
-    """Run one call along its route. Shapes of the result are those of the caller's layout."""
-    out, lse = run_repaired(route.run, _inputs(route, args), route.plan)
-    if args.no_values:
-        out = out[..., :0]
-    if args.layout == "bhsd":
-        return out, lse
-    if args.layout == "bshd":
-        return out.transpose(1, 2), lse
-    return out[0].transpose(0, 1), None if lse is None else lse[0]
+def execute(route: Route, problem: Problem) -> Output:
+    """Run one call along its route. The result has the layout of the user's tensors."""
+    return problem.in_given_layout(*run_repaired(route.run, _inputs(route, problem), route.plan))
 
 
-def _inputs(route: Route, args: Arguments) -> Inputs:
-    query, key, value = args.query, args.key, args.value
-    if args.layout == "bshd":
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+def _inputs(route: Route, problem: Problem) -> Inputs:
+    given = problem.given
     inputs = Inputs(
-        query,
-        key,
-        value,
+        problem.query,
+        problem.key,
+        problem.value,
         FULL if route.mask is None else route.mask,
-        None,
-        bias_of(args),
-        None,
-        args.scale,
-        args.softcap,
-        args.sink,
-        args.alibi_slopes,
-        args.dropout_p,
+        bias=problem.bias,
+        scale=problem.scale,
+        softcap=given.softcap,
+        sink=given.sink,
+        alibi_slopes=given.alibi_slopes,
+        dropout_p=given.dropout_p,
+        score_mod=problem.score_mod,
     )
     if route.mask is None:
-        _lower(inputs, route, args)
-    inputs.score_mod = args.score_mod
+        _lower(inputs, route, problem)
     return inputs
 
 
-def _route(args: Arguments, call: Call, choice: Choice) -> Route:
+def _route(problem: Problem, call: Call, choice: Choice) -> Route:
     plan = Plan(
         backend=choice.backend,
         repairs=tuple(r for r in choice.repairs if r != "recognize_mask"),
-        training=args.training,
-        return_lse=args.return_lse,
-        device_type=device_of(args.query)[0],
+        training=problem.training,
+        return_lse=problem.given.return_lse,
+        device_type=problem.device[0],
         options=choice.options,
-        deterministic=bool(args.deterministic),
+        deterministic=problem.deterministic,
         may_reroute=choice.policy.require is None and not choice.policy.strict,
     )
     if choice.compiles:
         compiling.show_progress()
     seen = "recognize_mask" in choice.repairs
-    parts = _parts(mask_of(args), seen, extent_of(args))
+    parts = _parts(problem.whole_mask, seen, problem.extent)
     constant = None
     if all(isinstance(p, Causal | Window) for p in parts):
-        constant = _lowered(parts, extent_of(args))
-    keeps = not isinstance(args.mask, Tensor) and not any(isinstance(n, _PROGRAMMED) for n in call.mask)
+        constant = _lowered(parts, problem.extent)
+    keeps = not isinstance(problem.mask, Tensor) and not any(isinstance(n, _PROGRAMMED) for n in call.mask)
     return Route(choice, plan, executor(choice.backend), constant, seen, keeps)
 
 
 def _parts(mask: Mask | None, seen: bool, extent: Extent) -> tuple[Mask, ...]:
-    """The route is shared by tensors that look the same to a decision, so each is asked what it says."""
+    """Replace dense masks by what they were recognized as: tensors that share a route may differ in it."""
     if mask is None or not seen:
         return () if mask is None else mask.nodes
     parts: list[Mask] = []
@@ -255,31 +237,29 @@ def _simplified(lowered: LoweredMask, extent: Extent) -> LoweredMask:
     return replace(lowered, band_lo=low, band_hi=high)
 
 
-def _lower(inputs: Inputs, route: Route, args: Arguments) -> None:
-    extent = extent_of(args)
+def _lower(inputs: Inputs, route: Route, problem: Problem) -> None:
+    extent, mask = problem.extent, problem.mask
     # Before anything makes views of a tensor: then it is plain that the memory is its own.
-    keeper = inputs.keeper = keeper_of(_owner(args))
+    keeper = inputs.keeper = keeper_of(_owner(problem))
 
     def make() -> LoweredMask:
-        return _lowered(_parts(mask_of(args), route.seen, extent), extent)
+        return _lowered(_parts(problem.whole_mask, route.seen, extent), extent)
 
     # Tensors that are made inside a transform belong to it.
-    if keeper is None or not route.keeps or args.transform is not None or args.traced:
+    if keeper is None or not route.keeps or problem.transform is not None or problem.traced:
         inputs.mask = make()
         return
-    band: object = (args.is_causal, args.window, args.causal_alignment)
-    if isinstance(args.mask, Ragged):
-        band = (args.mask.left, args.mask.right, args.mask.max_seqlen)
+    band: object = (problem.is_causal, problem.window, problem.given.causal_alignment)
+    if isinstance(mask, Ragged):
+        band = (mask.left, mask.right, mask.max_seqlen)
     inputs.mask = keeper.keep(("lowered", extent, band, route.seen), make)
 
 
-def _owner(args: Arguments) -> object:
-    """Return the object that says a mask, the band aside, under which what is prepared from it is kept.
+def _owner(problem: Problem) -> object:
+    """Return the object that holds a mask, the band aside, under which what is prepared from it is kept.
 
-    A packed batch has a new mask object in each call, and its sums stay; of two of them neither says all.
+    A packed batch has a new mask object in each call, and its sums stay; neither of two sums is enough.
     """
-    if args.layout == "thd":
-        return args.cu_seqlens_q if len(cast("Mask", args.mask).tensors) == 1 else None
-    if isinstance(args.mask, Tensor) and args.mask.dtype != torch.bool:
-        return None
-    return args.mask
+    if isinstance(problem.mask, Ragged):
+        return problem.given.cu_seqlens_q if len(problem.mask.tensors) == 1 else None
+    return problem.mask

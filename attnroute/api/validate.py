@@ -16,7 +16,7 @@ from attnroute.question import fits
 from attnroute.vocabulary import DTYPES
 
 if TYPE_CHECKING:
-    from attnroute.api.question import Arguments
+    from attnroute.api.records import Given, Problem
     from attnroute.masks.lowered.form import Extent
 
 LAYOUTS = ("bhsd", "bshd", "thd")
@@ -27,19 +27,36 @@ _SHAPES = {
 }
 
 
-def check_tensors(args: Arguments) -> None:
-    """Check query, key and value against each other.
+def check(problem: Problem) -> None:
+    """Check every argument that was not checked while it was taken in.
 
     Raises:
-        ArgumentError: One is no 4-D dense tensor, or devices, dtypes or shapes do not fit together.
+        ArgumentError: One is out of range, or of a type, shape, dtype or device that does not fit the others.
     """
-    if args.layout not in LAYOUTS:
-        raise argument_error("layout", f"one of {', '.join(LAYOUTS)}", repr(args.layout), "pick one")
-    # Packed tensors have become (batch, num_heads, seqlen, head_dim) by now.
-    layout = "bhsd" if args.layout == "thd" else args.layout
+    _check_tensors(problem)
+    given, extent = problem.given, problem.extent
+    _check_numbers(problem)
+    _check_causal(problem, extent)
+    _check_mask(problem, extent)
+    if given.bias is not None:
+        _check_bias("bias", given.bias, problem, extent)
+    heads = extent.num_heads_q
+    if given.sink is not None:
+        _check_vector("sink", given.sink, problem, [(heads,)])
+    if given.alibi_slopes is not None:
+        _check_vector("alibi_slopes", given.alibi_slopes, problem, [(heads,), (extent.batch, heads)])
+    _check_one_bias(problem)
+
+
+def _check_tensors(problem: Problem) -> None:
+    """Check query, key and value against each other."""
+    layout = problem.given.layout
+    if layout not in LAYOUTS:
+        raise argument_error("layout", f"one of {', '.join(LAYOUTS)}", repr(layout), "pick one")
+    query, key, value = problem.query, problem.key, problem.value
     for name in ("query", "key", "value"):
-        check_number_of_dims(name, getattr(args, name), layout)
-    query, key, value = args.query, args.key, args.value
+        # The message shows what the user passed.
+        check_number_of_dims(name, getattr(problem.given, name), layout)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.device != query.device:
             raise argument_error(name, f"query's device ({query.device})", tensor.device, "move it there")
@@ -49,47 +66,28 @@ def check_tensors(args: Arguments) -> None:
         raise argument_error(
             "query", f"a dtype among {', '.join(DTYPES)}", query.dtype, "cast query, key and value"
         )
-    _check_shapes(args)
+    _check_shapes(tuple(query.shape), tuple(key.shape), tuple(value.shape))
 
 
-def check_extras(args: Arguments, extent: Extent) -> None:
-    """Check everything beside query, key and value.
-
-    Raises:
-        ArgumentError: An argument is out of range, of the wrong type or shape, or on another device.
-    """
-    _check_numbers(args)
-    _check_causal(args, extent)
-    _check_mask(args, extent)
-    if args.bias is not None:
-        _check_bias("bias", args.bias, args, extent)
-    heads = extent.num_heads_q
-    if args.sink is not None:
-        _check_vector("sink", args.sink, args, [(heads,)])
-    if args.alibi_slopes is not None:
-        _check_vector("alibi_slopes", args.alibi_slopes, args, [(heads,), (extent.batch, heads)])
-    _check_one_bias(args)
-
-
-def check_flags(args: Arguments) -> None:
+def check_flags(given: Given) -> None:
     """Check what is True or False, and that a corner has a diagonal beside it.
 
     Raises:
         ArgumentError: Another value would be taken for one of them; a corner alone says nothing.
     """
-    flags = (("is_causal", args.is_causal), ("return_lse", args.return_lse))
+    flags = (("is_causal", given.is_causal), ("return_lse", given.return_lse))
     for name, value in (
         *flags,
-        ("deterministic", False if args.deterministic is None else args.deterministic),
+        ("deterministic", False if given.deterministic is None else given.deterministic),
     ):
         if not isinstance(value, bool):
             required = "True or False" + (", or None" if name == "deterministic" else "")
             raise argument_error(
                 name, required, f"{value!r} ({checks.kind_of(value)})", "pass a bool, e.g. bool(value)"
             )
-    if args.causal_alignment is not None and not args.is_causal and args.window is None:
+    if given.causal_alignment is not None and not given.is_causal and given.window is None:
         required = "is_causal=True or window= beside it, whose diagonal it is"
-        got = f"{args.causal_alignment!r} and neither"
+        got = f"{given.causal_alignment!r} and neither"
         to_do = "leave it out, or write it into the mask object: masks.Causal(alignment)"
         raise argument_error("causal_alignment", required, got, to_do)
 
@@ -113,20 +111,19 @@ def check_number_of_dims(name: str, tensor: object, layout: str) -> None:
         raise argument_error(name, required, f"shape {tuple(tensor.shape)}", to_do)
 
 
-def _check_one_bias(args: Arguments) -> None:
+def _check_one_bias(problem: Problem) -> None:
     """A kernel adds one thing to the scores; a bias and a float mask are added up before."""
-    dense = args.bias is not None or (isinstance(args.mask, Tensor) and args.mask.dtype != torch.bool)
-    if args.alibi_slopes is not None and (dense or args.score_mod is not None):
+    given, mask = problem.given, problem.given.mask
+    dense = given.bias is not None or (isinstance(mask, Tensor) and mask.dtype != torch.bool)
+    if given.alibi_slopes is not None and (dense or problem.score_mod is not None):
         to_do = "add the ALiBi term to the bias yourself"
         raise argument_error("alibi_slopes", "no bias and no float mask beside it", "both", to_do)
-    if args.score_mod is not None and dense:
+    if problem.score_mod is not None and dense:
         to_do = "add the mask inside of the function"
         raise argument_error("bias Function", "no float mask beside it", "both", to_do)
 
 
-def _check_shapes(args: Arguments) -> None:
-    heads_at, length_at = (2, 1) if args.layout == "bshd" else (1, 2)
-    query, key, value = (tuple(t.shape) for t in (args.query, args.key, args.value))
+def _check_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> None:
     for name, shape in (("key", key), ("value", value)):
         if shape[0] != query[0]:
             raise argument_error(
@@ -134,37 +131,34 @@ def _check_shapes(args: Arguments) -> None:
             )
     if key[3] != query[3]:
         raise argument_error("key", f"query's head_dim ({query[3]})", key[3], "check the projection sizes")
-    if value[length_at] != key[length_at]:
-        raise argument_error(
-            "value", f"key's length ({key[length_at]})", value[length_at], "check that layout is right"
-        )
-    if value[heads_at] != key[heads_at]:
-        raise argument_error(
-            "value", f"as many heads as key ({key[heads_at]})", value[heads_at], "repeat heads first"
-        )
-    fits.heads(query[heads_at], key[heads_at])
+    if value[2] != key[2]:
+        raise argument_error("value", f"key's length ({key[2]})", value[2], "check that layout is right")
+    if value[1] != key[1]:
+        raise argument_error("value", f"as many heads as key ({key[1]})", value[1], "repeat heads first")
+    fits.heads(query[1], key[1])
 
 
-def _check_numbers(args: Arguments) -> None:
-    numbers = (("scale", args.scale), ("softcap", args.softcap), ("dropout_p", args.dropout_p))
+def _check_numbers(problem: Problem) -> None:
+    given, scale = problem.given, problem.scale
+    numbers = (("scale", scale), ("softcap", given.softcap), ("dropout_p", given.dropout_p))
     for name, value in numbers:
         if not (checks.is_plain_number(value) or (value is None and name == "scale")):
             to_do = "pass value.item() or a constant"
             raise argument_error(name, "a Python number", checks.kind_of(value), to_do)
-    if args.scale is not None and not abs(args.scale) <= fits.LARGEST:
-        is_finite = abs(args.scale) < math.inf
+    if scale is not None and not abs(scale) <= fits.LARGEST:
+        is_finite = abs(scale) < math.inf
         required = f"a number of float32, at most {fits.LARGEST:.3g}" if is_finite else "a finite number"
-        raise argument_error("scale", required, args.scale, "pass None for head_dim_qk ** -0.5")
-    fits.probability(args.dropout_p)
-    checks.softcap("softcap", args.softcap)
+        raise argument_error("scale", required, scale, "pass None for head_dim_qk ** -0.5")
+    fits.probability(given.dropout_p)
+    checks.softcap("softcap", given.softcap)
 
 
-def _check_causal(args: Arguments, extent: Extent) -> None:
-    check_alignment(args.causal_alignment)
-    if args.window is not None:
-        check_window(args.window)
-    uses_diagonal = args.is_causal or args.window is not None
-    if uses_diagonal and args.causal_alignment is None:
+def _check_causal(problem: Problem, extent: Extent) -> None:
+    check_alignment(problem.given.causal_alignment)
+    if problem.window is not None:
+        check_window(problem.window)
+    uses_diagonal = problem.is_causal or problem.window is not None
+    if uses_diagonal and problem.given.causal_alignment is None:
         fits.corner(extent)
 
 
@@ -193,13 +187,14 @@ def check_window(window: object) -> None:
         )
 
 
-def _check_mask(args: Arguments, extent: Extent) -> None:
-    mask = args.mask
+def _check_mask(problem: Problem, extent: Extent) -> None:
+    # A float mask has become a bias, and packed sequences a mask.
+    mask: object = problem.mask if problem.given.mask is None else problem.given.mask
     if mask is None:
         return
     if isinstance(mask, Mask):
         mask.check(extent)
-        _check_mask_devices(mask, args)
+        _check_mask_devices(mask, problem)
         return
     if not isinstance(mask, Tensor):
         raise argument_error(
@@ -209,27 +204,27 @@ def _check_mask(args: Arguments, extent: Extent) -> None:
             "pass it as bias" if isinstance(mask, Bias) else instead(mask, "masks", Mask),
         )
     checks.strided("mask", mask)
-    if mask.device != args.query.device:
-        raise argument_error("mask", f"query's device ({args.query.device})", mask.device, "move it there")
+    if mask.device != problem.query.device:
+        raise argument_error("mask", f"query's device ({problem.query.device})", mask.device, "move it there")
     if mask.dtype == torch.bool:
         fits.broadcast("mask", tuple(mask.shape), extent, is_mask=True)
     else:
-        _check_bias("mask", mask, args, extent)
+        _check_bias("mask", mask, problem, extent)
 
 
-def _check_mask_devices(mask: Mask, args: Arguments) -> None:
+def _check_mask_devices(mask: Mask, problem: Problem) -> None:
     for node in mask.nodes:
         for part in getattr(node, "members", ()):
-            _check_mask_devices(part, args)
+            _check_mask_devices(part, problem)
         blocks = getattr(node, "block_mask", None)
         tensor = getattr(node, "tensor", None) if blocks is None else blocks.kv_num_blocks
-        if tensor is not None and tensor.device != args.query.device:
+        if tensor is not None and tensor.device != problem.query.device:
             raise argument_error(
-                "mask", f"query's device ({args.query.device})", tensor.device, "move it there"
+                "mask", f"query's device ({problem.query.device})", tensor.device, "move it there"
             )
 
 
-def _check_bias(name: str, bias: Tensor, args: Arguments, extent: Extent) -> None:
+def _check_bias(name: str, bias: object, problem: Problem, extent: Extent) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         got = bias.dtype if isinstance(bias, Tensor) else checks.kind_of(bias)
         if not isinstance(bias, Tensor):
@@ -239,18 +234,18 @@ def _check_bias(name: str, bias: Tensor, args: Arguments, extent: Extent) -> Non
             raise argument_error(name, "a bool or floating-point tensor", got, "convert it, e.g. mask.bool()")
         raise argument_error(name, "a floating-point tensor", got, "convert it, e.g. bias.float()")
     checks.strided(name, bias)
-    if bias.device != args.query.device:
-        raise argument_error(name, f"query's device ({args.query.device})", bias.device, "move it there")
+    if bias.device != problem.query.device:
+        raise argument_error(name, f"query's device ({problem.query.device})", bias.device, "move it there")
     fits.broadcast(name, tuple(bias.shape), extent, is_mask=False)
 
 
-def _check_vector(name: str, tensor: Tensor, args: Arguments, shapes: list[tuple[int, ...]]) -> None:
-    required = f"a floating-point tensor of shape {' or '.join(map(str, shapes))} on {args.query.device}"
+def _check_vector(name: str, tensor: Tensor, problem: Problem, shapes: list[tuple[int, ...]]) -> None:
+    required = f"a floating-point tensor of shape {' or '.join(map(str, shapes))} on {problem.query.device}"
     fits = (
         isinstance(tensor, Tensor)
         and tensor.is_floating_point()
         and tuple(tensor.shape) in shapes
-        and tensor.device == args.query.device
+        and tensor.device == problem.query.device
     )
     if not fits:
         got = (

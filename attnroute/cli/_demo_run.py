@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attnroute.api import attention, explain
+from attnroute.api.attention import attention, explain
 from attnroute.tables.load import load
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ QUADRATIC_LIMIT_BYTES = 256 * 2**20
 
 
 class Policy(Plain):
-    """Wishes and limits for a decision.
+    """Requirements, preferences and limits for a decision.
 
     Attributes:
         require: The only backend that may run.

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attnroute
+from attnroute.api import checkpoint as checkpoints
 from attnroute.api import routes
 
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["frames", "reentrant"])
@@ -17,8 +18,10 @@ REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["frames
 @pytest.fixture(autouse=True)
 def fresh():
     routes.forget()
+    checkpoints.forget()
     yield
     routes.forget()
+    checkpoints.forget()
 
 
 @pytest.fixture

@@ -64,6 +64,12 @@ def test_values_of_tensors_and_numbers_that_no_kernel_cares_about_change_nothing
     assert len(made) == 1
 
 
+def test_a_float_mask_is_a_bias_and_shares_its_route(made):
+    attnroute.attention(*tensors(), bias=torch.zeros(6, 6))
+    attnroute.attention(*tensors(), torch.zeros(6, 6))
+    assert len(made) == 1
+
+
 def trained(**sizes):
     return [t.requires_grad_() for t in tensors(**sizes)]
 
@@ -117,7 +123,6 @@ OTHER = {
         {"bias": torch.zeros(6, 6, dtype=torch.float64), "backend": "chunked"},
     ),
     "trained bias": (tensors, {"bias": torch.zeros(6, 6).requires_grad_()}),
-    "float mask": (tensors, {"mask": torch.zeros(6, 6)}),
 }
 
 

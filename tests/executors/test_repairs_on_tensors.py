@@ -13,7 +13,7 @@ from support.reference import TOLERANCE, attend, error
 from support.repair_inputs import FORMS, inputs_of, lowered, plan, reference, stored
 
 from attnroute import masks
-from attnroute.api.question import _strides
+from attnroute.api.question import strides_of
 from attnroute.engine import repairs
 from attnroute.executors.prepare import apply as preparing
 from attnroute.executors.prepare.apply import run_repaired
@@ -88,7 +88,7 @@ def _laid_out(inputs):
         query, key, value, mask = inputs.query, inputs.key, inputs.value, inputs.mask
         transform = None
 
-    strides = _strides(Arguments, 1)
+    strides = strides_of(Arguments)
     assert isinstance(strides, Strides)
     return strides
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnroute.api import attention
+from attnroute.api.attention import attention
 from attnroute.errors import argument_error
 from attnroute.integrations.transformers.call_mask import call_mask
 from attnroute.integrations.transformers.models import refuse_eager_only

@@ -1,12 +1,12 @@
-"""What happens when a kernel is refused before its launch: one warning, and another backend runs the call."""
+"""A kernel that its package refuses to launch: the user is warned once, and another backend runs the call."""
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from attnroute.api import failures, routes
-from attnroute.errors import KernelRefusedError, NoBackendError, RerouteWarning
+from attnroute.errors import KernelRefusedError, NoBackendError, RerouteWarning, warn_user
 from attnroute.executors import launch
 from attnroute.report.refusal import render_kept, render_replaced, render_reroute
 from attnroute.tables.load import load
@@ -14,21 +14,23 @@ from attnroute.vocabulary import HEAD_DIM_MULTIPLE
 
 if TYPE_CHECKING:
     from attnroute.api.choices import Choice
-    from attnroute.api.question import Arguments
-    from attnroute.api.routes import Output, Route
+    from attnroute.api.records import Output, Problem
+    from attnroute.api.routes import Route
     from attnroute.executors.launch import Replaced
     from attnroute.question.call import Call
     from attnroute.question.policy import Policy
 
 
-def reroute(error: KernelRefusedError, route: Route, args: Arguments, policy: Policy, key: object) -> Output:
+def reroute(
+    error: KernelRefusedError, route: Route, problem: Problem, policy: Policy, key: Hashable
+) -> Output:
     """Run a call whose kernel was refused on the next backend that takes it, and remember that route.
 
     Args:
         error: The refusal.
         route: The route that was refused.
-        args: The call.
-        policy: The wishes of the call.
+        problem: The call.
+        policy: The settings in force.
         key: What the route is remembered under.
 
     Raises:
@@ -52,14 +54,14 @@ def reroute(error: KernelRefusedError, route: Route, args: Arguments, policy: Po
             policy = failures.also_failed(policy, {route.plan.backend: error.said})
             key = (key, policy.failed)
         try:
-            route = routes.make(args, policy, key)
+            route = routes.make(problem, policy, key)
         except NoBackendError as nothing:
             raise nothing from error
         if is_new:
             text = render_reroute(failed.decision(), route.choice.decision(), error.said, lasts=error.lasts)
-            warnings.warn(text, RerouteWarning, stacklevel=4)
+            warn_user(text, RerouteWarning)
         try:
-            return routes.execute(route, args)
+            return routes.execute(route, problem)
         except KernelRefusedError as again:
             error = again
     raise error
@@ -84,8 +86,7 @@ def _replaced(found: Replaced) -> None:
     new = [c for c in gone if failures.record(_signature(c), found.backend, found.said)]
     if new or (is_new and not gone):
         text = render_replaced(found.backend, found.said, found.instead, new[0].decision() if new else None)
-        # The frames above are those of torch's autograd, so no line of the user can be named.
-        warnings.warn(text, RerouteWarning, stacklevel=2)
+        warn_user(text, RerouteWarning)
 
 
 def _concerns(call: Call, found: Replaced) -> bool:
@@ -96,7 +97,7 @@ def _concerns(call: Call, found: Replaced) -> bool:
         return True
     dims = ((call.head_dim_qk, found.head_dim_qk), (call.head_dim_v, found.head_dim_v))
     return call.dtype == found.dtype and all(
-        got in (asked, -(-asked // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE) for asked, got in dims
+        got in (dim, -(-dim // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE) for dim, got in dims
     )
 
 

@@ -13,98 +13,94 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from attnroute.api import routes
 from attnroute.memory import Memory
 from attnroute.question.policy import Policy, merge
-from attnroute.scopes import is_scoped, stated_in
+from attnroute.scopes import scope_here, stated_in
 from attnroute.settings import environment, policy_of
 
 if TYPE_CHECKING:
-    from attnroute.api.question import Arguments
+    from attnroute.api.records import Given, Problem, RouteKey
 
-hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+_saved_tensors_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
 """Return the innermost hooks of saved tensors, which a checkpoint that is not reentrant sets, or None."""
-task: Callable[[], int] = torch._C._current_graph_task_id
+_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward pass that runs on this thread, -1 outside of one."""
 
 KEPT: Final = 4096
-"""Calls whose policy is remembered outside of frames; above this the memory starts anew."""
+"""Calls whose policy is remembered outside of frames."""
 _FRAME: Final = "_CheckpointFrame"
 _PLACE: Final = "_attnroute_policies"
-_TRAINING, _TRAINS_INPUTS = 10, -2
-"""Where a key says that a call trains: a reentrant checkpoint runs its forward without gradients."""
 
-policies: Memory[Hashable, Policy] = Memory(KEPT)
+_POLICIES: Memory[Hashable, Policy] = Memory(KEPT)
 """Of calls inside an override and outside of frames; where there are any, every call is looked at."""
 
 
-def settle(
-    args: Arguments, policy: Policy, key: tuple[Any, ...], named: tuple[Any, Any]
-) -> tuple[Policy, tuple[Any, ...]]:
-    """Return the policy that holds for a call near a checkpoint, and the key of its route.
+def is_near() -> bool:
+    """Return whether a call may be one of a checkpoint, or its policy that of a later recompute."""
+    return (
+        _saved_tensors_hooks(False) is not None
+        or _backward_pass() != -1
+        or len(_POLICIES) > 0
+        or scope_here() is not None
+    )
+
+
+def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> Policy:
+    """Return the policy that holds for a call near a checkpoint.
 
     Args:
-        args: The call.
+        problem: The call.
         policy: What surrounds it, and what it names itself.
-        key: `route_key(args, policy)`.
-        named: The backend and preference that the call names itself.
+        key: `key_of(problem, policy)`.
     """
-    signature = _signature(key)
-    frame, is_recompute = _frame(hooks(False))
+    # A forward and its recompute have all in common but gradients and the policy.
+    signature = key._replace(training=False, trains_inputs=False, policy=None)
+    frame, is_recompute = _frame(_saved_tensors_hooks(False))
     if frame is not None:
-        held = _of_frame(frame, signature, policy, is_recompute=is_recompute)
-    elif task() != -1:
-        held = _of_forward(signature, named)
-        ran = _without_gradients(key, held) if args.training else None
-        if ran is not None and held.require is None and not held.prefer:
-            # A wish: what ran without gradients may have no backward.
-            held = merge(held, policy_of("the forward of the checkpoint", prefer=ran, tables=held.tables))
-    else:
+        return _of_frame(frame, signature, policy, is_recompute=is_recompute)
+    if _backward_pass() == -1:
         _note(signature, policy)
-        held = policy
-    return held, key if held is policy else (*key[:-1], held.key)
-
-
-def _without_gradients(key: tuple[Any, ...], held: Policy) -> str | None:
-    """Return what a call runs without gradients: a reentrant checkpoint ran its forward so."""
-    # Imported here, because routes forget what is kept here when they forget theirs.
-    from attnroute.api import routes
-
-    before, after = key[:_TRAINING], key[_TRAINING + 1 : _TRAINS_INPUTS]
-    route = routes.lookup((*before, False, *after, False, held.key))
-    return None if route is None else route.plan.backend
+        return policy
+    kept = _of_forward(signature, problem.given)
+    if problem.training and kept.require is None and not kept.prefer:
+        # A reentrant checkpoint ran its forward without gradients. What ran there is preferred and not
+        # required, because it may have no backward.
+        route = routes.lookup(signature._replace(policy=kept.key))
+        if route is not None:
+            origin, ran = "the forward of the checkpoint", route.plan.backend
+            return merge(kept, policy_of(origin, prefer=ran, tables=kept.tables))
+    return kept
 
 
 def forget() -> None:
-    """Drop everything that was kept outside of frames."""
-    policies.forget()
-
-
-def _signature(key: tuple[Any, ...]) -> Hashable:
-    """Return what a forward and its recompute have in common: all but gradients and the policy."""
-    return (*key[:_TRAINING], *key[_TRAINING + 1 : _TRAINS_INPUTS])
+    """Drop every policy that was kept outside of frames."""
+    _POLICIES.forget()
 
 
 def _note(signature: Hashable, policy: Policy) -> None:
     """Keep the policy of a call inside an override; the same call outside of one takes it back."""
-    if not is_scoped():
-        policies.pop(signature)
-        return
-    policies.put(signature, policy)
+    if scope_here() is None:
+        _POLICIES.pop(signature)
+    else:
+        _POLICIES.put(signature, policy)
 
 
-def _of_forward(signature: Hashable, named: tuple[Any, Any]) -> Policy:
+def _of_forward(signature: Hashable, given: Given) -> Policy:
     """Return the policy of the last call like this that ran outside of a backward pass.
 
     What was entered inside of this backward pass holds on top: a recomputed function enters the blocks of its
     forward again, and a backward of the user's own may have blocks that its forward had not.
     """
-    held = policies.get(signature) or environment()
-    for stated in stated_in(task()):
-        held = merge(held, stated)
-    backend, prefer = named
-    if backend is None and prefer is None:
-        return held
-    return merge(held, policy_of("attention()", backend=backend, prefer=prefer, tables=held.tables))
+    policy = _POLICIES.get(signature) or environment()
+    for stated in stated_in(_backward_pass()):
+        policy = merge(policy, stated)
+    if given.backend is None and given.prefer is None:
+        return policy
+    named = policy_of("attention()", backend=given.backend, prefer=given.prefer, tables=policy.tables)
+    return merge(policy, named)
 
 
 def _of_frame(frame: Any, signature: Hashable, policy: Policy, *, is_recompute: bool) -> Policy:
@@ -117,7 +113,7 @@ def _of_frame(frame: Any, signature: Hashable, policy: Policy, *, is_recompute: 
     if not held:
         return policy
     # Calls of one signature come in the order of the forward, in each backward pass anew.
-    run = (task(), signature)
+    run = (_backward_pass(), signature)
     at = kept[run] = kept.get(run, -1) + 1
     found: Policy = held[min(at, len(held) - 1)]
     return found

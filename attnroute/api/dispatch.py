@@ -1,0 +1,62 @@
+"""One call, from its arguments to the output of a kernel: problem, key, remembered route, kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnroute.api import checkpoint, routes
+from attnroute.api.intake import take
+from attnroute.api.keys import key_of
+from attnroute.api.refusals import reroute
+from attnroute.errors import KernelRefusedError
+from attnroute.settings import call_policy, current
+
+if TYPE_CHECKING:
+    from attnroute.api.records import Given, Output
+    from attnroute.question.policy import Policy
+
+
+def run(given: Given) -> Output:
+    """Run one call; eager calls and those of a tracer come this way.
+
+    Returns:
+        The output and, where the call asks for it, the log-sum-exp.
+    """
+    if torch.is_inference_mode_enabled() and torch.is_grad_enabled():
+        # Nothing is recorded there, whatever `torch.enable_grad` says, but autograd functions would try to.
+        with torch.no_grad():
+            return run(given)
+    problem = take(given)
+    policy = policy_for(given)
+    if problem.traced:
+        return routes.execute(routes.trace(problem, policy), problem)
+    try:
+        key = key_of(problem, policy)
+        if checkpoint.is_near():
+            held = checkpoint.policy_for(problem, policy, key)
+            if held is not policy:
+                policy, key = held, key._replace(policy=held.key)
+        route = routes.lookup(key)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        # What no key can be made of is malformed, and the checks name the argument.
+        routes.decision_of(problem, policy)
+        raise error from None
+    if route is None:
+        route = routes.make(problem, policy, key)
+    try:
+        return routes.execute(route, problem)
+    except KernelRefusedError as error:
+        return reroute(error, route, problem, policy, key)
+
+
+def policy_for(given: Given) -> Policy:
+    """Return what the environment, `override()` and the call itself say about backends.
+
+    Raises:
+        OverrideError: The call names an unknown backend, or both a backend and preferences.
+    """
+    if given.backend is None and given.prefer is None:
+        return current()
+    return call_policy(given.backend, given.prefer)
