@@ -12,9 +12,10 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
+from attnroute.engine.evaluate import ROUTE_SCOPES
 from attnroute.engine.quadratic import may_grow
 from attnroute.engine.repairs import apply
-from attnroute.question.call import Call, Context, DocumentsNode, Strides
+from attnroute.question.call import Call, Context, DocumentsNode, Strides, WindowNode
 from attnroute.question.facts import FACTS, LENGTH_FACTS, Facts, Unknown, Varies, empty_rows_of
 from attnroute.question.normalize import normalize, recognized
 from attnroute.tables import conditions
@@ -56,10 +57,8 @@ def class_of(call: Call, arch: str, tables: Tables) -> Hashable | None:
     """
     if call.batch > GRID_LIMIT or call.num_heads_q > GRID_LIMIT:
         return None
-    forms = [normalize(call)]
-    if (seen := recognized(call)) is not None:
-        forms.append(seen)
-    return tuple(_form(form, arch, tables) for form in forms)
+    given, read = normalize(call), recognized(call)
+    return (_form(given, arch, tables), None if read is None else _form(read, arch, tables))
 
 
 def _form(call: Call, arch: str, tables: Tables) -> Hashable:
@@ -74,8 +73,8 @@ def _mask(call: Call, facts: Facts) -> Hashable:
     # Whether a mask that is built makes memory quadratic, and what it then is, depends on these.
     sizes = (may_grow(facts), call.seqlen_q > 1)
     if call.bias is None and facts["band_only"]:
-        bands = tuple((n.kind, getattr(n, "left", None), getattr(n, "right", 0)) for n in call.mask)
-        return (bands, facts["alignment"], facts["empty_rows"], sizes)
+        bands = [(n.left, n.right) if isinstance(n, WindowNode) else n.kind for n in call.mask]
+        return (tuple(bands), facts["alignment"], facts["empty_rows"], sizes)
     nodes = tuple((n.kind, n.contiguous if isinstance(n, DocumentsNode) else None) for n in call.mask)
     rows = empty_rows_of(call.with_(bias=None)) if call.mask else None
     return (tuple(facts[name] for name in _OTHER_FACTS), nodes, rows, sizes, _repaired(call, facts))
@@ -109,16 +108,10 @@ def _length_checks(tables: Tables, arch: str) -> tuple[conditions.Check, ...]:
 
 def length_conditions(tables: Tables, arch: str) -> tuple[Condition, ...]:
     """Return every condition on a length that a row of an architecture has."""
-    return conditions_on(LENGTH_FACTS, tables, arch)
-
-
-@lru_cache(maxsize=64)
-def conditions_on(fields: frozenset[str], tables: Tables, arch: str) -> tuple[Condition, ...]:
-    """Return every condition on some fields that a row of an architecture has."""
     found: dict[str, Condition] = {}
     for box in _boxes(tables, arch):
         for field, spec in box.items():
-            if conditions.fields_in(field, spec) & fields:
+            if conditions.fields_in(field, spec) & LENGTH_FACTS:
                 found[f"{field} {spec}"] = (field, spec)
     return tuple(found.values())
 
@@ -126,8 +119,12 @@ def conditions_on(fields: frozenset[str], tables: Tables, arch: str) -> tuple[Co
 def _boxes(tables: Tables, arch: str) -> Iterator[Box]:
     parts: list[Box | AnyOf | str] = [row.preference.when for row in preferences(tables, arch)]
     for backend in tables.backends:
+        rules = [row.rule for row in tables.rules(arch, backend) or () if row.rule.scope in ROUTE_SCOPES]
+        if any(rule.is_absolute for rule in rules):
+            # Without a kernel for the device it is rejected whatever its other rows say.
+            continue
         parts += [row.option.when for row in tables.options(arch, backend)]
-        for row in tables.rules(arch, backend) or ():
-            parts += [row.rule.when, row.rule.requires]
+        for rule in rules:
+            parts += [rule.when, rule.requires]
     for part in parts:
         yield from boxes_of(part)

@@ -135,14 +135,7 @@ class Prepared:
     @cached_property
     def never_runs(self) -> bool:
         """Whether a row rejects every call on this host, so that nobody has to ask the others."""
-        return any(
-            active.row.rule.phase is None
-            and active.row.rule.kind != "slow"
-            and active.is_certain
-            and active.guard.boxes == ((),)
-            and not active.requirement.boxes
-            for active in self.active
-        )
+        return any(row.rule.is_absolute for row in self.rows or ())
 
 
 @lru_cache(maxsize=256)

@@ -83,7 +83,7 @@ class Judgement:
         """Whether no row rejects the backend."""
         return self.status != "rejected"
 
-    @property
+    @cached_property
     def final(self) -> Evaluation:
         """Every row's answer about the call as the kernel gets it."""
         return self.stages.evaluations[-1]

@@ -75,7 +75,11 @@ def nested(nodes: Iterable[MaskNode]) -> Iterator[MaskNode]:
 
 def is_cross(call: Call) -> bool:
     """Return whether bands have a diagonal in each document instead of one."""
-    return bool(call.mask) and any(isinstance(n, DocumentsNode) and n.cross for n in nested(call.mask))
+    for node in call.mask:
+        # Most masks are bands alone, and walking down a mask costs a new class of calls more than this look.
+        if not isinstance(node, CausalNode | WindowNode):
+            return any(isinstance(n, DocumentsNode) and n.cross for n in nested(call.mask))
+    return False
 
 
 def lengths_vary(call: Call) -> bool:
@@ -86,6 +90,8 @@ def lengths_vary(call: Call) -> bool:
 
 def normalize(call: Call) -> Call:
     """Return the call with trivially true nodes dropped and alignments of square calls unified."""
+    if not call.mask:
+        return call
     nodes = conjunction(call.mask, _sizes(call))
     return call if nodes == call.mask else call.with_(mask=nodes)
 
@@ -95,7 +101,7 @@ def recognized(call: Call) -> Call | None:
 
     Tensors inside a disjunction or a negation stay what they are: nobody looks into them.
     """
-    if not any(isinstance(n, DenseNode) and n.recognized is not None for n in call.mask):
+    if not [n for n in call.mask if isinstance(n, DenseNode) and n.recognized is not None]:
         return None
     nodes: list[MaskNode] = []
     for node in call.mask:

@@ -165,6 +165,12 @@ class _Condition(_Row):
         """`when`, compiled."""
         return compiled(boxes_of(self.when))
 
+    @property
+    def is_absolute(self) -> bool:
+        """Whether it rejects every call, whatever the versions are."""
+        is_never = self.requires == "never" and self.kind != "slow"
+        return is_never and self.phase is None and not self.versions and self.when == {}
+
     @cached_property
     def requirement(self) -> Compiled:
         """`requires`, compiled; "never" holds for no call."""

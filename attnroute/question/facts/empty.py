@@ -53,12 +53,12 @@ class _Sizes(NamedTuple):
 def empty_rows_of(call: Call) -> EmptyRows:
     """Return whether some query may attend no key: "none", "some" or "unknown"."""
     dynamic = call.context.dynamic
-    numbers = {"batch": call.batch, "heads": call.num_heads_q, "seqlen_q": call.seqlen_q}
-    if any(number == 0 and name not in dynamic for name, number in numbers.items()):
+    batch, seqlen_q = call.batch or "batch" in dynamic, call.seqlen_q or "seqlen_q" in dynamic
+    if not (batch and call.num_heads_q and seqlen_q):
         return "none"
     if call.seqlen_kv == 0 and "seqlen_kv" not in dynamic:
         return "some"
-    state = _conjunction(call.mask, _sizes(call))
+    state = _conjunction(call.mask, _sizes(call)) if call.mask else "none"
     if call.bias is None or isinstance(call.bias, AlibiBias):
         return state
     added = call.bias.empty_rows if isinstance(call.bias, DenseBias) else "unknown"
@@ -74,6 +74,8 @@ def _sizes(call: Call) -> _Sizes:
 
 
 def _conjunction(nodes: Nodes, sizes: _Sizes) -> EmptyRows:
+    if len(nodes) == 1 and isinstance(nodes[0], Band):
+        return _band(nodes[0], sizes)
     if sizes.static and not sizes.cross:
         found = some_run_is_empty(nodes, sizes.seqlen_q, sizes.seqlen_kv)
         if found is not None:

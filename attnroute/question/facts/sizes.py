@@ -97,8 +97,8 @@ def dq_accumulator_elements(call: Call) -> int | Varies:
     batch * num_heads_q * seqlen_q * head_dim_qk, the last two rounded up to multiples of 128 and 32; a
     head_dim above 192 becomes 256.
     """
-    wide = max(256, _up(call.head_dim_qk, 32))
-    return _product(batch(call), _rows(call), _up(call.head_dim_qk, 32) if call.head_dim_qk <= 192 else wide)
+    width = _up(call.head_dim_qk, 32)
+    return _product(batch(call), _rows(call), width if call.head_dim_qk <= 192 else max(256, width))
 
 
 @fact("number", reads_length=True)
