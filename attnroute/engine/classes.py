@@ -76,7 +76,7 @@ def _mask(call: Call, facts: Facts) -> Hashable:
         bands = [(n.left, n.right) if isinstance(n, WindowNode) else n.kind for n in call.mask]
         return (tuple(bands), facts["alignment"], facts["empty_rows"], sizes)
     nodes = tuple((n.kind, n.contiguous if isinstance(n, DocumentsNode) else None) for n in call.mask)
-    rows = empty_rows_of(call.with_(bias=None)) if call.mask else None
+    rows = empty_rows_of(call.changed(bias=None)) if call.mask else None
     return (tuple(facts[name] for name in _OTHER_FACTS), nodes, rows, sizes, _repaired(call, facts))
 
 

@@ -56,11 +56,9 @@ def _clear_left_out(call: Call) -> Change | None:
     """Keys and values that padding leaves out become zeros, in copies."""
     if all(n.finite for n in call.mask if isinstance(n, KeyPaddingNode)):
         return None
-    mask = tuple(
-        n.model_copy(update={"finite": True}) if isinstance(n, KeyPaddingNode) else n for n in call.mask
-    )
+    mask = tuple(n.changed(finite=True) if isinstance(n, KeyPaddingNode) else n for n in call.mask)
     size = call.batch * call.num_heads_kv * call.seqlen_kv * (call.head_dim_qk + call.head_dim_v)
-    return call.with_(mask=mask), size * DTYPE_BYTES[call.dtype]
+    return call.changed(mask=mask), size * DTYPE_BYTES[call.dtype]
 
 
 def _to_varlen(call: Call) -> Change | None:
@@ -77,7 +75,7 @@ def _to_varlen(call: Call) -> Change | None:
     tokens = call.batch * max(call.seqlen_q, call.seqlen_kv)
     if not sequences or sequences > GRID_LIMIT or tokens > SUMS_LIMIT:
         return None
-    return call.with_(mask=band, layout="thd"), _token_bytes(call)
+    return call.changed(mask=band, layout="thd"), _token_bytes(call)
 
 
 def _documents(node: DocumentsNode, call: Call) -> int | None:
@@ -113,8 +111,8 @@ def _from_varlen(call: Call) -> Change | None:
     if call.layout != "thd":
         return None
     documents = any(isinstance(n, DocumentsNode) for n in call.mask)
-    undescribed = () if documents else (DocumentsNode(cross=call.seqlen_q != call.seqlen_kv),)
-    return normalize(call.with_(layout="bshd", mask=(*undescribed, *call.mask))), 0
+    undescribed = () if documents else (DocumentsNode.unchecked(cross=call.seqlen_q != call.seqlen_kv),)
+    return normalize(call.changed(layout="bshd", mask=(*undescribed, *call.mask))), 0
 
 
 def _sink_from_lse(call: Call) -> Change | None:
@@ -122,7 +120,7 @@ def _sink_from_lse(call: Call) -> Change | None:
     if not call.sink:
         return None
     output = call.batch * call.num_heads_q * call.seqlen_q * call.head_dim_v
-    return call.with_(sink=False, return_lse=True), output * DTYPE_BYTES[call.dtype]
+    return call.changed(sink=False, return_lse=True), output * DTYPE_BYTES[call.dtype]
 
 
 def _backward_from_chunked(call: Call) -> Change | None:
@@ -137,15 +135,15 @@ def _backward_from_chunked(call: Call) -> Change | None:
     if call.phase != "training" or call.dropout_p > 0 or transform or not (plain_bias and plain_mask):
         return None
     size = 4 * call.batch * call.num_heads_q * call.seqlen_q
-    return call.with_(phase="inference", return_lse=True, qkv_requires_grad=None), size
+    return call.changed(phase="inference", return_lse=True, qkv_requires_grad=None), size
 
 
 def _expand_kv(call: Call) -> Change | None:
     if call.num_heads_kv == call.num_heads_q and not call.strides.kv_heads_expanded:
         return None
     size = call.batch * call.num_heads_q * call.seqlen_kv * (call.head_dim_qk + call.head_dim_v)
-    strides = _heads_outermost(call, call.strides.model_copy(update={"kv_heads_expanded": False}))
-    return call.with_(num_heads_kv=call.num_heads_q, strides=strides), size * DTYPE_BYTES[call.dtype]
+    strides = _heads_outermost(call, call.strides.changed(kv_heads_expanded=False))
+    return call.changed(num_heads_kv=call.num_heads_q, strides=strides), size * DTYPE_BYTES[call.dtype]
 
 
 def _pad_head_dim(call: Call) -> Change | None:
@@ -157,13 +155,13 @@ def _pad_head_dim(call: Call) -> Change | None:
     # Only what is padded is copied, so the strides are those of a copy only where both are.
     both = qk != call.head_dim_qk and v != call.head_dim_v
     strides = _heads_outermost(call, Strides() if both else call.strides)
-    changed = call.with_(head_dim_qk=qk, head_dim_v=v, strides=strides)
+    changed = call.changed(head_dim_qk=qk, head_dim_v=v, strides=strides)
     return changed, (query + keys) * DTYPE_BYTES[call.dtype]
 
 
 def _heads_outermost(call: Call, strides: Strides) -> Strides:
     """A copy has its heads outermost, whose tokens a ragged batch takes as they lie."""
-    return strides.model_copy(update={"tokens_contiguous": False}) if call.layout == "thd" else strides
+    return strides.changed(tokens_contiguous=False) if call.layout == "thd" else strides
 
 
 def _contiguous(call: Call) -> Change | None:
@@ -171,20 +169,20 @@ def _contiguous(call: Call) -> Change | None:
     # Of a ragged batch it makes the tokens follow each other as well.
     of_tokens = {"tokens_contiguous": True, "packed": True, "kv_heads_expanded": False}
     whole = of_tokens if call.layout == "thd" else {}
-    strides = call.strides.model_copy(update={"last_dim_contiguous": True, "aligned_16": True, **whole})
+    strides = call.strides.changed(last_dim_contiguous=True, aligned_16=True, **whole)
     if call.strides == strides:
         return None
     query = call.batch * call.num_heads_q * call.seqlen_q * call.head_dim_qk
     keys = call.batch * call.num_heads_kv * call.seqlen_kv * (call.head_dim_qk + call.head_dim_v)
-    return call.with_(strides=strides), (query + keys) * DTYPE_BYTES[call.dtype]
+    return call.changed(strides=strides), (query + keys) * DTYPE_BYTES[call.dtype]
 
 
 def _materialize(call: Call) -> Change | None:
     if call.context.dynamic or all(isinstance(n, DenseNode) for n in call.mask):
         return None
     shape = _mask_shape(call.mask, call)
-    node = DenseNode(shape=tuple(shape), empty_rows=_empty(call.with_(bias=None)))
-    return call.with_(mask=(node,)), _product(shape)
+    node = DenseNode.unchecked(shape=tuple(shape), empty_rows=_empty(call.changed(bias=None)))
+    return call.changed(mask=(node,)), _product(shape)
 
 
 def _materialize_alibi(call: Call) -> Change | None:
@@ -199,8 +197,8 @@ def _materialize_alibi(call: Call) -> Change | None:
     size = _product(shape)
     if size > SMALL_BIAS:
         return None
-    bias = DenseBias(dtype=call.dtype, shape=shape, empty_rows="none")
-    return call.with_(bias=bias), size * DTYPE_BYTES[call.dtype]
+    bias = DenseBias.unchecked(dtype=call.dtype, shape=shape, empty_rows="none")
+    return call.changed(bias=bias), size * DTYPE_BYTES[call.dtype]
 
 
 def _mask_shape(nodes: tuple[MaskNode, ...], call: Call) -> list[int]:
@@ -237,7 +235,7 @@ def _cast_mask(call: Call) -> Change | None:
         shape = broadcast(shape, node.shape)
     if call.bias is not None:
         shape = broadcast(shape, call.bias.shape)
-    bias = DenseBias(
+    bias = DenseBias.unchecked(
         dtype=call.dtype,
         shape=tuple(shape),
         requires_grad=call.bias is not None and call.bias.requires_grad,
@@ -245,7 +243,7 @@ def _cast_mask(call: Call) -> Change | None:
         empty_rows=_empty(call),
     )
     rest = tuple(n for n in call.mask if not isinstance(n, DenseNode))
-    return call.with_(mask=rest, bias=bias), _product(shape) * DTYPE_BYTES[call.dtype]
+    return call.changed(mask=rest, bias=bias), _product(shape) * DTYPE_BYTES[call.dtype]
 
 
 def _aligns(call: Call) -> bool:
@@ -265,17 +263,16 @@ def _align_bias(call: Call) -> Change | None:
 def _rewrite_bias(call: Call, **changes: object) -> Change | None:
     if not isinstance(call.bias, DenseBias):
         return None
-    bias = DenseBias.model_validate({**call.bias.__dict__, **changes})
+    bias = call.bias.changed(**changes)
     if bias == call.bias:
         return None
-    return call.with_(bias=bias), _product(bias.shape) * DTYPE_BYTES[bias.dtype]
+    return call.changed(bias=bias), _product(bias.shape) * DTYPE_BYTES[bias.dtype]
 
 
 def _zero_empty_rows(call: Call) -> Change | None:
-    settled = {"empty_rows": "none"}
-    mask = tuple(n.model_copy(update=settled) if isinstance(n, DenseNode) else n for n in call.mask)
-    bias = call.bias.model_copy(update=settled) if isinstance(call.bias, DenseBias) else call.bias
-    changed = call.with_(mask=mask, bias=bias)
+    mask = tuple(n.changed(empty_rows="none") if isinstance(n, DenseNode) else n for n in call.mask)
+    bias = call.bias.changed(empty_rows="none") if isinstance(call.bias, DenseBias) else call.bias
+    changed = call.changed(mask=mask, bias=bias)
     if changed == call:
         return None
     output = call.batch * call.num_heads_q * call.seqlen_q * call.head_dim_v
@@ -283,7 +280,7 @@ def _zero_empty_rows(call: Call) -> Change | None:
 
 
 def _split_batch(call: Call) -> Change | None:
-    return None if call.batch <= GRID_LIMIT else (call.with_(batch=GRID_LIMIT), _output_bytes(call))
+    return None if call.batch <= GRID_LIMIT else (call.changed(batch=GRID_LIMIT), _output_bytes(call))
 
 
 def _split_heads(call: Call) -> Change | None:
@@ -293,7 +290,7 @@ def _split_heads(call: Call) -> Change | None:
     if group > GRID_LIMIT:
         return None
     kv = GRID_LIMIT // group
-    return call.with_(num_heads_q=kv * group, num_heads_kv=kv), _output_bytes(call)
+    return call.changed(num_heads_q=kv * group, num_heads_kv=kv), _output_bytes(call)
 
 
 def _output_bytes(call: Call) -> int:

@@ -158,7 +158,7 @@ def select(call: Call, host: Host, tables: Tables, policy: Policy) -> Selection:
     """
     fits.check(call)
     if policy.transform is not None and call.context.transform is None:
-        call = call.with_(context=call.context.model_copy(update={"transform": policy.transform}))
+        call = call.changed(context=call.context.changed(transform=policy.transform))
     form = Form(normalize(call))
     judgements = {name: Judgement(rows, form, policy) for name, rows in prepared(tables, host).items()}
     preferences = preferred(form.facts, host, tables)

@@ -82,7 +82,7 @@ def predict(call: Call, host: Host, tables: Tables) -> Stock:
 def stock_form(call: Call) -> Call:
     """Return the call as stock attention gets it: is_causal alone, or one tensor of masks and bias."""
     plain = Context(dynamic=call.context.dynamic)
-    bare = call.with_(context=plain, return_lse=False)
+    bare = call.changed(context=plain, return_lse=False)
     if _says_is_causal(bare) or (not bare.mask) or (bare.bias is None and _is_one_tensor(bare)):
         return bare
     masked = _materialized(bare)
@@ -121,9 +121,9 @@ def _is_one_tensor(call: Call) -> bool:
 
 def _materialized(call: Call) -> Call:
     """Say every mask node as one bool tensor; one that has to be built at each length has the known shape."""
-    static = call.with_(context=Context())
+    static = call.changed(context=Context())
     change = repairs.apply("materialize_mask", static)
-    return call if change is None else change[0].with_(context=call.context)
+    return call if change is None else change[0].changed(context=call.context)
 
 
 def _merged(call: Call) -> Call:
@@ -133,7 +133,7 @@ def _merged(call: Call) -> Call:
     bias = merged.bias
     if not isinstance(bias, DenseBias):
         return merged
-    return merged.with_(bias=bias.model_copy(update={"dtype": call.dtype}))
+    return merged.changed(bias=bias.changed(dtype=call.dtype))
 
 
 def _order(host: Host, tables: Tables) -> StockOrder | None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from attnroute.question.fits import call_softcap, depth, depth_of, heads, probability
-from attnroute.question.plain import Plain, raise_sentence
+from attnroute.question.plain import Plain, Record, raise_sentence
 from attnroute.vocabulary import (
     Alignment,
     Distributed,
@@ -26,18 +26,14 @@ Count = Annotated[int, Field(ge=0)]
 Dynamic = Literal["batch", "seqlen_q", "seqlen_kv"]
 
 
-class _Plain(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class CausalNode(_Plain):
+class CausalNode(Record):
     """Query i may attend key j only if j <= i (top_left) or j <= i + seqlen_kv - seqlen_q (bottom_right)."""
 
     kind: Literal["causal"] = "causal"
     alignment: Alignment = "top_left"
 
 
-class WindowNode(_Plain):
+class WindowNode(Record):
     """Keys from `left` before to `right` after the diagonal, both inclusive; None leaves that side open."""
 
     kind: Literal["window"] = "window"
@@ -46,7 +42,7 @@ class WindowNode(_Plain):
     alignment: Alignment = "top_left"
 
 
-class DocumentsNode(_Plain):
+class DocumentsNode(Record):
     """Packed documents: a query attends only keys of its own document.
 
     `lengths` are the same documents for every batch row; None when only the device knows them.
@@ -61,7 +57,7 @@ class DocumentsNode(_Plain):
     cross: bool = False
 
 
-class KeyPaddingNode(_Plain):
+class KeyPaddingNode(Record):
     """Per batch row, only some keys exist.
 
     `lengths` counts them when the padding is on the right (or on the left, with `side`); None when only
@@ -74,7 +70,7 @@ class KeyPaddingNode(_Plain):
     finite: bool = False
 
 
-class PrefixNode(_Plain):
+class PrefixNode(Record):
     """Causal, except that the first `lengths[b]` keys of a row are visible to every query."""
 
     kind: Literal["prefix"] = "prefix"
@@ -87,7 +83,7 @@ RecognizedNode = Annotated[
 ]
 
 
-class DenseNode(_Plain):
+class DenseNode(Record):
     """A bool tensor, True = attend.
 
     Attributes:
@@ -107,7 +103,7 @@ class DenseNode(_Plain):
     recognized: tuple[RecognizedNode, ...] | None = None
 
 
-class FunctionNode(_Plain):
+class FunctionNode(Record):
     """A predicate over (batch, head, query index, key index), e.g. FlexAttention's mask_mod."""
 
     kind: Literal["function"] = "function"
@@ -116,7 +112,7 @@ class FunctionNode(_Plain):
     per_head: bool = True
 
 
-class AnyNode(_Plain):
+class AnyNode(Record):
     """A disjunction: some part must allow; each part is a conjunction."""
 
     kind: Literal["any"] = "any"
@@ -128,7 +124,7 @@ class AnyNode(_Plain):
         return self
 
 
-class NotNode(_Plain):
+class NotNode(Record):
     """A negation: the conjunction `part` must not allow."""
 
     kind: Literal["not"] = "not"
@@ -156,7 +152,7 @@ AnyNode.model_rebuild()
 NotNode.model_rebuild()
 
 
-class DenseBias(_Plain):
+class DenseBias(Record):
     """A float tensor added to the scaled scores; broadcasts to (batch, num_heads_q, seqlen_q, seqlen_kv)."""
 
     kind: Literal["dense"] = "dense"
@@ -168,7 +164,7 @@ class DenseBias(_Plain):
     empty_rows: EmptyRows = "unknown"
 
 
-class AlibiBias(_Plain):
+class AlibiBias(Record):
     """One slope per head times minus the distance between query and key.
 
     `per_batch`: each batch row has slopes of its own.
@@ -179,7 +175,7 @@ class AlibiBias(_Plain):
     per_batch: bool = False
 
 
-class FunctionBias(_Plain):
+class FunctionBias(Record):
     """A score_mod: any change of a score from its value and position.
 
     `requires_grad`: it reads a tensor that requires grad.
@@ -192,7 +188,7 @@ class FunctionBias(_Plain):
 Bias = Annotated[DenseBias | AlibiBias | FunctionBias, Field(discriminator="kind")]
 
 
-class Strides(_Plain):
+class Strides(Record):
     """How query, key and value lie in memory, as far as a kernel cares.
 
     `tokens_contiguous`: they are contiguous as (batch, seqlen, num_heads, head_dim), or thd's (total,
@@ -206,7 +202,7 @@ class Strides(_Plain):
     kv_heads_expanded: bool = False
 
 
-class Context(_Plain):
+class Context(Record):
     """What surrounds the call: compilation, capture, transforms, distribution.
 
     `dispatch_mode`: a TorchDispatchMode is active, which sees every operator and keeps torch.compile from

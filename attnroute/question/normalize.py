@@ -30,8 +30,9 @@ from attnroute.question.call import (
 from attnroute.vocabulary import Alignment
 
 Nodes = tuple[MaskNode, ...]
-NOBODY = NotNode(part=())
+NOBODY = NotNode.unchecked(part=())
 """Nobody may attend anything."""
+_CAUSAL = CausalNode()
 
 
 class Sizes(NamedTuple):
@@ -93,7 +94,7 @@ def normalize(call: Call) -> Call:
     if not call.mask:
         return call
     nodes = conjunction(call.mask, _sizes(call))
-    return call if nodes == call.mask else call.with_(mask=nodes)
+    return call if nodes == call.mask else call.changed(mask=nodes)
 
 
 def recognized(call: Call) -> Call | None:
@@ -110,11 +111,11 @@ def recognized(call: Call) -> Call | None:
             nodes.extend(_finite(n) if isinstance(n, KeyPaddingNode) else n for n in node.recognized)
         else:
             nodes.append(node)
-    return normalize(call.with_(mask=tuple(nodes)))
+    return normalize(call.changed(mask=tuple(nodes)))
 
 
 def _finite(node: KeyPaddingNode) -> KeyPaddingNode:
-    return node.model_copy(update={"finite": True})
+    return node.changed(finite=True)
 
 
 def conjunction(nodes: Nodes, sizes: Sizes) -> Nodes:
@@ -153,11 +154,11 @@ def prefix_as(node: PrefixNode, sizes: Sizes) -> Nodes:
     """Return a prefix node, or what it is at these lengths: nothing, or causal."""
     if sizes.is_empty or sizes.cross:
         return () if sizes.is_empty else (node,)
-    causal = _causal(CausalNode(alignment=node.alignment), sizes)
+    causal = _causal(CausalNode.unchecked(alignment=node.alignment), sizes)
     if not causal:
         return ()
     if sizes.is_square:
-        node = node.model_copy(update={"alignment": "top_left"})
+        node = node.changed(alignment="top_left")
     if not node.lengths:
         return (node,)
     if sizes.static and min(node.lengths) >= sizes.seqlen_kv:
@@ -210,7 +211,7 @@ def _causal(node: CausalNode, sizes: Sizes) -> Nodes:
     far = sizes.seqlen_kv if node.alignment == "top_left" else sizes.seqlen_q
     if far <= 1:
         return ()
-    return (CausalNode(),) if sizes.is_square else (node,)
+    return (_CAUSAL,) if sizes.is_square else (node,)
 
 
 def _window(node: WindowNode, sizes: Sizes) -> Nodes:
@@ -222,15 +223,15 @@ def _window(node: WindowNode, sizes: Sizes) -> Nodes:
     if left is None and right is None:
         return ()
     if left is None and right == 0:
-        return _causal(CausalNode(alignment=alignment), sizes)
-    return (WindowNode(left=left, right=right, alignment=alignment),)
+        return _causal(CausalNode.unchecked(alignment=alignment), sizes)
+    return (WindowNode.unchecked(left=left, right=right, alignment=alignment),)
 
 
 def _documents(node: DocumentsNode) -> Nodes:
     if node.lengths is None or node.cross:
         return (node,)
     lengths = tuple(n for n in node.lengths if n)
-    return (node.model_copy(update={"lengths": lengths}),) if len(lengths) > 1 else ()
+    return (node.changed(lengths=lengths),) if len(lengths) > 1 else ()
 
 
 def _key_padding(node: KeyPaddingNode, sizes: Sizes) -> Nodes:
@@ -247,7 +248,7 @@ def _any(node: AnyNode, sizes: Sizes) -> Nodes:
         return (NOBODY,)
     if len(found) == 1 and not sizes.cross and not _is_cross(found[0][1]):
         return found[0][1]
-    return (AnyNode(parts=tuple(part for _, part in found)),)
+    return (AnyNode.unchecked(parts=tuple(part for _, part in found)),)
 
 
 def _not(node: NotNode, sizes: Sizes) -> Nodes:
@@ -259,7 +260,7 @@ def _not(node: NotNode, sizes: Sizes) -> Nodes:
     if any(map(_is_nobody, part)):
         return ()
     # Only what was written as a negation of a negation is undone, because that is what `Not.lower` undoes.
-    return (node,) if len(part) == 1 and isinstance(part[0], NotNode) else (NotNode(part=part),)
+    return (node,) if len(part) == 1 and isinstance(part[0], NotNode) else (NotNode.unchecked(part=part),)
 
 
 def _is_cross(nodes: Nodes) -> bool:

@@ -1,24 +1,62 @@
-"""Plain data that users make themselves: what is wrong with it is said in one sentence."""
+"""Bases of the records that a question is made of: checked where users make them, unchecked inside.
+
+JSON, TOML and the constructors of `Call`, `Host` and `Policy` are the edges: there pydantic checks every
+field. What attnroute itself derives from records that passed there is made without a check.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attnroute.errors import ArgumentError, argument_error, did_you_mean
 
+Kind = TypeVar("Kind", bound=BaseModel)
+
 _SHOULD: Final = re.compile(r"^\w+ should (be|have) ")
 
 
-class Plain(BaseModel):
-    """Frozen data without unknown fields, whose constructor speaks as the rest of attnroute does.
+class Record(BaseModel):
+    """Frozen data without unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def unchecked(cls, **fields: Any) -> Self:
+        """Return a record of fields that are known to be right; those left out have their defaults."""
+        values = _defaults(cls).copy()
+        values.update(fields)
+        return _made(cls, values, set(fields))
+
+    def changed(self, **changes: Any) -> Self:
+        """Return a copy with other values of some fields, which are known to be right."""
+        return _made(type(self), {**self.__dict__, **changes}, {*self.model_fields_set, *changes})
+
+
+def _made(kind: type[Kind], values: dict[str, Any], stated: set[str]) -> Kind:
+    # What pydantic's `model_construct` does for a class without aliases, private fields and hooks.
+    made = object.__new__(kind)
+    object.__setattr__(made, "__dict__", values)
+    object.__setattr__(made, "__pydantic_fields_set__", stated)
+    object.__setattr__(made, "__pydantic_extra__", None)
+    object.__setattr__(made, "__pydantic_private__", None)
+    return made
+
+
+@lru_cache(maxsize=64)
+def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the fields of a record in their order, each with its default."""
+    return {name: field.get_default(call_default_factory=True) for name, field in kind.model_fields.items()}
+
+
+class Plain(Record):
+    """A record that users make, whose constructor speaks as the rest of attnroute does.
 
     `model_validate` and `model_validate_json` raise pydantic's own error, as everywhere.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     if not TYPE_CHECKING:  # A type checker reads the fields instead.
 

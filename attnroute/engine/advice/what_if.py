@@ -79,20 +79,20 @@ def _versions_hint(kind: Literal["install", "upgrade"], ranges: tuple[Range, ...
 def _call_changes(call: Call) -> Iterator[tuple[Hint, Call]]:
     if any(isinstance(n, DenseNode) and n.recognized is None for n in call.mask):
         rest = tuple(n for n in call.mask if not isinstance(n, DenseNode))
-        changed = call.with_(mask=(*rest, CausalNode()))
+        changed = call.changed(mask=(*rest, CausalNode()))
         yield Hint(kind="mask_object", change="causal", selects=""), changed
     if call.dropout_p > 0:
-        yield Hint(kind="dropout", change="dropout_p = 0", selects=""), call.with_(dropout_p=0.0)
+        yield Hint(kind="dropout", change="dropout_p = 0", selects=""), call.changed(dropout_p=0.0)
     if call.deterministic:
         yield (
             Hint(kind="deterministic", change="deterministic = false", selects=""),
-            call.with_(deterministic=False),
+            call.changed(deterministic=False),
         )
     padded = -(-call.seqlen_kv // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
     if padded != call.seqlen_kv and call.seqlen_q == call.seqlen_kv and not _is_of_one_length(call):
         hint = Hint(kind="pad_seqlen", change=f"seqlen = {padded}", selects="")
         mask = tuple(_with_padding(n, padded - call.seqlen_kv) for n in call.mask)
-        yield hint, call.with_(seqlen_q=padded, seqlen_kv=padded, mask=mask)
+        yield hint, call.changed(seqlen_q=padded, seqlen_kv=padded, mask=mask)
 
 
 def _is_of_one_length(call: Call) -> bool:
@@ -113,4 +113,4 @@ def _with_padding(node: MaskNode, tokens: int) -> MaskNode:
     """Give padding a document of its own."""
     if not isinstance(node, DocumentsNode) or node.lengths is None:
         return node
-    return node.model_copy(update={"lengths": (*node.lengths, tokens)})
+    return node.changed(lengths=(*node.lengths, tokens))

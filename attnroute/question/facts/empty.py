@@ -102,7 +102,7 @@ def _state(node: MaskNode, sizes: _Sizes) -> EmptyRows:
     if isinstance(node, DocumentsNode):
         return "none" if sizes.seqlen_q == sizes.seqlen_kv and not sizes.cross else "unknown"
     if isinstance(node, PrefixNode):
-        causal = _band(CausalNode(alignment=node.alignment), sizes)
+        causal = _band(CausalNode.unchecked(alignment=node.alignment), sizes)
         if causal == "none" or _has_keys(node):
             return "none"
         return causal if node.lengths else "unknown"
@@ -165,7 +165,7 @@ def _negated(node: MaskNode, sizes: _Sizes) -> EmptyRows:
     if isinstance(node, Band):
         return _negated_band(node, sizes)
     if isinstance(node, PrefixNode):
-        causal = _negated_band(CausalNode(alignment=node.alignment), sizes)
+        causal = _negated_band(CausalNode.unchecked(alignment=node.alignment), sizes)
         return "some" if causal == "some" else _covered(node.lengths, sizes)
     return _covered(node.lengths, sizes) if isinstance(node, KeyPaddingNode | DocumentsNode) else "unknown"
 
@@ -194,7 +194,7 @@ def _allows_first(node: MaskNode, sizes: _Sizes) -> bool:
     if isinstance(node, KeyPaddingNode):
         return node.side == "right" and _has_keys(node)
     if isinstance(node, PrefixNode):
-        return _has_keys(node) or _band_allows_first(CausalNode(alignment=node.alignment), sizes)
+        return _has_keys(node) or _band_allows_first(CausalNode.unchecked(alignment=node.alignment), sizes)
     if isinstance(node, AnyNode):
         return any(all(_allows_first(n, sizes) for n in part) for part in node.parts)
     return False
