@@ -94,9 +94,6 @@ DTYPE_SHORT: Final[dict[str, str]] = {
     "fp8e5": "float8_e5m2",
 }
 
-SLOW_TIER: Final[frozenset[str]] = frozenset({"math"})
-"""Backends whose memory grows with seqlen_q * seqlen_kv: never selected silently where that is large."""
-
 SPLITS: Final[frozenset[str]] = frozenset({"split_batch", "split_heads"})
 """Repairs that run a call in pieces."""
 

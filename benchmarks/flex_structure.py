@@ -16,7 +16,7 @@ from common import environment, save
 
 from attnroute.executors.flex import program
 from attnroute.executors.flex import run as flex
-from attnroute.executors.inputs import Inputs, Plan
+from attnroute.executors.protocol import Inputs, Plan
 from attnroute.masks import Window
 from attnroute.masks.lowered.form import FULL, Extent, mods
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnroute import attention, biases, explain, masks
 from attnroute.executors.flex import run as flex
-from attnroute.executors.inputs import Inputs, Plan
+from attnroute.executors.protocol import Inputs, Plan
 from attnroute.masks.lowered.form import FULL, Extent
 
 LENGTH: Final = 4096

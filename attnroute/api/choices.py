@@ -24,7 +24,8 @@ from attnroute.report.log import announce
 from attnroute.report.text import render_failure, render_quadratic
 from attnroute.settings import explain_mode
 from attnroute.tables.load import Tables, load
-from attnroute.vocabulary import SLOW_TIER, Repair
+from attnroute.tables.providers import libraries_of
+from attnroute.vocabulary import Repair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +114,7 @@ def chosen(call: Call, host: Host, tables: Tables, policy: Policy) -> Choice:
     if choice is None:
         selection = _new_selection(call, host, tables, policy)
         choice = Choice.of_selection(selection)
-        if _is_shared(where, choice.backend):
+        if _is_shared(where, choice.backend, tables):
             _CLASSES.put(where, choice)
     return choice
 
@@ -124,7 +125,7 @@ def decided(call: Call, host: Host, tables: Tables, policy: Policy) -> Decision:
     decision = None if where is None else _DECISIONS.get(where)
     if decision is None:
         decision = describe(_new_selection(call, host, tables, policy))
-        if _is_shared(where, decision.selected):
+        if _is_shared(where, decision.selected, tables):
             _DECISIONS.put(where, decision)
     return decision
 
@@ -141,9 +142,9 @@ def _class(call: Call, host: Host, tables: Tables, policy: Policy) -> tuple[Poli
     return policy, None if group is None else (group, host, policy.key, tables)
 
 
-def _is_shared(where: object, backend: str | None) -> bool:
+def _is_shared(where: object, backend: str | None, tables: Tables) -> bool:
     """The slow tier says its bytes, which every length changes, so each of its calls is decided by itself."""
-    return where is not None and backend not in SLOW_TIER
+    return where is not None and backend not in tables.slow_tier
 
 
 def _new_selection(call: Call, host: Host, tables: Tables, policy: Policy) -> Selection:
@@ -159,15 +160,20 @@ def _importable(selection: Selection) -> Selection:
     # A tracer's modes would make fake what packages prepare while they are imported.
     tried: set[str] = set()
     with _disable_current_modes() if is_tracing() else nullcontext():
-        while (selected := selection.selected) is not None and imports.settle(selected) is not None:
+        while (selected := selection.selected) is not None and _is_broken(selected, selection):
             if selected in tried:
                 # What failed is nothing that it needs by name: its executor says so, and is replaced.
                 break
             tried.add(selected)
-            broken = {**selection.host.broken, **packages.broken()}
+            broken = {**selection.host.broken, **packages.broken(selection.tables.providers)}
             host = selection.host.model_copy(update={"broken": broken})
             selection = select(selection.call, host, selection.tables, selection.policy)
     return selection
+
+
+def _is_broken(backend: str, selection: Selection) -> bool:
+    libraries = libraries_of(selection.tables, selection.host.arch, backend)
+    return imports.mark_if_broken(libraries, selection.tables.providers) is not None
 
 
 def _check(selection: Selection) -> None:
@@ -176,5 +182,5 @@ def _check(selection: Selection) -> None:
     if selected is None:
         decision = describe(selection)
         raise NoBackendError(render_failure(decision), decision)
-    if selected in SLOW_TIER and selection.judgements[selected].score_bytes > limit:
+    if selection.judgements[selected].score_bytes > limit:
         warn_user(render_quadratic(describe(selection)), QuadraticAttentionWarning)

@@ -21,7 +21,7 @@ from attnroute.vocabulary import HEAD_DIM_MULTIPLE
 
 if TYPE_CHECKING:
     from attnroute.api.records import Given
-    from attnroute.executors.inputs import ScoreMod
+    from attnroute.executors.protocol import ScoreMod
 
 DEVICES: Final = ("cpu", "cuda")
 TORCH_MASKS: Final = frozenset({"BlockMask", "CausalBias"})

@@ -16,7 +16,7 @@ from attnroute.masks.lowered.form import Extent
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from attnroute.executors.inputs import ScoreMod
+    from attnroute.executors.protocol import ScoreMod
     from attnroute.vocabulary import Alignment
 
 Output = tuple[Tensor, Tensor | None]

@@ -14,9 +14,9 @@ from attnroute.api.question import call_of
 from attnroute.api.records import Output, Problem
 from attnroute.api.validate import check
 from attnroute.engine.decision import Decision
-from attnroute.executors.inputs import Inputs, Plan
-from attnroute.executors.prepare.apply import Run, run_repaired
-from attnroute.executors.registry import executor
+from attnroute.executors import registry
+from attnroute.executors.prepare.apply import run_repaired
+from attnroute.executors.protocol import Executor, Inputs, Plan
 from attnroute.masks import Causal, Dense, Mask, Window
 from attnroute.masks.kept import keeper_of
 from attnroute.masks.lowered.form import FULL, Extent, LoweredMask
@@ -40,9 +40,6 @@ ROUTES_KEPT = 4096
 
 _PROGRAMMED = (AnyNode, FunctionNode, NotNode)
 
-COMPILES = frozenset({"flex", "flex_fa4"})
-"""The backends that torch compiles at the first call of a structure."""
-
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -51,7 +48,7 @@ class Route:
     Attributes:
         choice: What was decided.
         plan: How it runs.
-        run: The backend's executor.
+        executor: The backend's.
         mask: The lowered mask where no tensor takes part in it, else None: it is then lowered per call.
         seen: Dense tensors are replaced by what a look into them showed, where it showed something.
         keeps: The lowered mask may be kept with its owner, as it holds neither that nor a function.
@@ -59,7 +56,7 @@ class Route:
 
     choice: Choice
     plan: Plan
-    run: Run
+    executor: Executor
     mask: LoweredMask | None
     seen: bool
     keeps: bool
@@ -138,10 +135,12 @@ def decision_of(problem: Problem, policy: Policy, *, advise: bool = False) -> De
 
 def _with_compile_time(decision: Decision, call: Call, problem: Problem) -> Decision:
     """Say how long the structure of the call took to compile, where it was compiled already."""
-    if decision.selected not in COMPILES or not compiling.has_compiled():
+    if decision.selected is None or not registry.is_imported(_module_of(decision.selected, decision.policy)):
         return decision
     route = _route(problem, call, Choice.of(decision))
-    seconds = compiling.seconds(_inputs(route, problem), route.plan)
+    if route.executor.compiled_seconds is None:
+        return decision
+    seconds = route.executor.compiled_seconds(_inputs(route, problem), route.plan)
     verdicts = tuple(
         v.model_copy(update={"compiled_seconds": seconds}) if v.backend == decision.selected else v
         for v in decision.verdicts
@@ -154,12 +153,13 @@ def _question(problem: Problem, policy: Policy) -> tuple[Call, Host, Tables]:
     # The key of a call inside a transform does not hold what a look would find, and a tracer's masks have
     # nothing to look at.
     look = policy.recognize and problem.transform is None and not problem.traced
-    return call_of(problem, look=look), host_of(*problem.device), load(policy.tables)
+    tables = load(policy.tables)
+    return call_of(problem, look=look), host_of(*problem.device, tables.providers), tables
 
 
 def execute(route: Route, problem: Problem) -> Output:
     """Run one call along its route. The result has the layout of the user's tensors."""
-    return problem.in_given_layout(*run_repaired(route.run, _inputs(route, problem), route.plan))
+    return problem.in_given_layout(*run_repaired(route.executor, _inputs(route, problem), route.plan))
 
 
 def _inputs(route: Route, problem: Problem) -> Inputs:
@@ -194,14 +194,19 @@ def _route(problem: Problem, call: Call, choice: Choice) -> Route:
         may_reroute=choice.policy.require is None and not choice.policy.strict,
     )
     if choice.compiles:
-        compiling.show_progress()
+        compiling.show_progress(choice.backend)
     seen = "recognize_mask" in choice.repairs
     parts = _parts(problem.whole_mask, seen, problem.extent)
     constant = None
     if all(isinstance(p, Causal | Window) for p in parts):
         constant = _lowered(parts, problem.extent)
     keeps = not isinstance(problem.mask, Tensor) and not any(isinstance(n, _PROGRAMMED) for n in call.mask)
-    return Route(choice, plan, executor(choice.backend), constant, seen, keeps)
+    found = registry.executor(choice.backend, _module_of(choice.backend, choice.policy))
+    return Route(choice, plan, found, constant, seen, keeps)
+
+
+def _module_of(backend: str, policy: Policy) -> str:
+    return load(policy.tables).backends[backend].module
 
 
 def _parts(mask: Mask | None, seen: bool, extent: Extent) -> tuple[Mask, ...]:

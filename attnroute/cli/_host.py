@@ -9,7 +9,6 @@ from typing import cast
 
 from attnroute.cli._parser import Parser
 from attnroute.errors import ArgumentError, did_you_mean, quoted
-from attnroute.probes.packages import PROVIDERS
 from attnroute.question.host import Host
 from attnroute.report.sentences import listed
 from attnroute.tables.alternatives import names_in
@@ -61,7 +60,7 @@ def host_of(args: argparse.Namespace, tables: Tables) -> tuple[Host, str]:
     if args.host is not None:
         return _changed(Host.from_file(args.host), changes), ""
     if args.arch is None:
-        return _changed(probed(), changes), ""
+        return _changed(probed(tables), changes), ""
     if args.arch not in tables.arch_names:
         known, near = ", ".join(tables.arch_names), suggestion(args.arch, tables)
         raise ArgumentError(f"--arch requires one of {known}; got {quoted(args.arch)}{near}")
@@ -75,7 +74,7 @@ def _changed(host: Host, changes: dict[str, str | None]) -> Host:
     return host.with_versions(changes).model_copy(update={"broken": broken})
 
 
-def probed() -> Host:
+def probed(tables: Tables) -> Host:
     """Return this machine.
 
     Raises:
@@ -90,7 +89,7 @@ def probed() -> Host:
             "a question about this machine requires torch; got an environment without it; name a machine "
             "with --arch or --host, or install torch."
         ) from error
-    return cast("Host", module.default_host())
+    return cast("Host", module.default_host(tables.providers))
 
 
 def _assumed(arch: str, given: dict[str, str], without: list[str]) -> tuple[dict[str, str], str]:
@@ -134,7 +133,7 @@ def _said(assumed: dict[str, str], source: str) -> str:
 def _names(tables: Tables) -> tuple[str, ...]:
     infos = (tables.info(arch, backend) for arch in tables.arch_names for backend in tables.backends)
     needed = names_in(need for info in infos for need in info.needs)
-    return tuple(dict.fromkeys(["torch", *_WHEEL, *needed, *PROVIDERS]))
+    return tuple(dict.fromkeys(["torch", *_WHEEL, *needed, *tables.providers.by_name]))
 
 
 def _name(flag: str, word: str, names: tuple[str, ...]) -> str:

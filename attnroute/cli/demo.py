@@ -12,6 +12,8 @@ from attnroute.question.line import render
 from attnroute.report.layout import WIDTH
 from attnroute.report.sentences import host_line
 from attnroute.report.text import render_others
+from attnroute.settings import current
+from attnroute.tables.load import load
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +31,7 @@ def run(words: list[str]) -> int:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU where there is one, by default")
     args = parser.parse_args(words)
-    probed()
+    probed(load(current().tables))
     return _run(args.device)
 
 

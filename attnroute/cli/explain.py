@@ -16,10 +16,10 @@ from attnroute.report.layout import field
 from attnroute.report.text import render_decision
 from attnroute.settings import current, policy_of
 from attnroute.tables.load import load
-from attnroute.vocabulary import SLOW_TIER
 
 if TYPE_CHECKING:
     from attnroute.engine.decision import Decision
+    from attnroute.tables.load import Tables
 
 SLOW_ONLY = 3
 
@@ -39,14 +39,14 @@ def run(words: list[str]) -> int:
     if assumed:
         # JSON on stdout must stay readable for programs.
         print(*field("assumed", assumed), sep="\n", file=sys.stderr if args.format == "json" else sys.stdout)
-    return exit_code(decision)
+    return exit_code(decision, tables)
 
 
-def exit_code(decision: Decision) -> int:
+def exit_code(decision: Decision, tables: Tables) -> int:
     """Return 0 for a fused kernel, 3 for the slow tier, 4 for nothing."""
     if decision.selected is None:
         return NoBackendError.exit_code
-    return SLOW_ONLY if decision.selected in SLOW_TIER else 0
+    return SLOW_ONLY if decision.selected in tables.slow_tier else 0
 
 
 def _parser() -> Parser:

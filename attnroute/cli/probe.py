@@ -10,6 +10,9 @@ import sys
 from attnroute.cli._host import probed
 from attnroute.cli._parser import Parser
 from attnroute.report.json import escaped
+from attnroute.settings import current
+from attnroute.tables.load import ANY, Tables, load
+from attnroute.tables.providers import libraries_of
 
 
 def run(words: list[str]) -> int:
@@ -17,20 +20,22 @@ def run(words: list[str]) -> int:
     Parser("probe", "Print this machine as JSON; torch's own switches that are off go to stderr.").parse_args(
         words
     )
-    probed()
-    settle_installed()
-    print(escaped(probed().model_dump_json(indent=2)))
+    tables = load(current().tables)
+    probed(tables)
+    check_installed(tables)
+    print(escaped(probed(tables).model_dump_json(indent=2)))
     for name in switched_off():
         said = f"torch.backends.cuda.{name}() is False here, which binds torch's own selector only"
         print(f"attnroute: {said}.", file=sys.stderr)
     return 0
 
 
-def settle_installed() -> None:
+def check_installed(tables: Tables) -> None:
     """Import every installed package that a backend rests on; what cannot be imported is then broken."""
     from attnroute.probes import imports
 
-    imports.settle_installed()
+    backends = [libraries_of(tables, ANY, backend) for backend in tables.backends]
+    imports.check_installed(backends, tables.providers)
 
 
 def switched_off() -> list[str]:

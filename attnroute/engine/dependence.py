@@ -127,7 +127,7 @@ def _questions(decision: Decision, tables: Tables, fields: Fields) -> Iterator[Q
         yield Question((Asked((("mask_elements", f"<={per_head}"),), settled=True),), (), exact=True)
     holding = preferred(Facts(call), decision.host, tables)
     for verdict in possible:
-        if may_precede(verdict.backend, decision, holding):
+        if may_precede(verdict.backend, decision, holding, tables.slow_tier):
             options = [row.option for row in tables.options(decision.host.arch, verdict.backend)]
             yield from _about(verdict, decision, rows[verdict.backend], options, fields)
 

@@ -12,7 +12,7 @@ from attnroute.question.host import Host
 from attnroute.question.policy import Policy
 from attnroute.tables.preferences import in_order, placed, preferences
 from attnroute.tables.rows import PreferenceRow
-from attnroute.vocabulary import SLOW_TIER, Status
+from attnroute.vocabulary import Status
 
 if TYPE_CHECKING:
     from attnroute.tables.load import Tables
@@ -72,27 +72,36 @@ def why(rows: Rows, order: tuple[str, ...]) -> str:
     return f"{', '.join(row.id for row in needed)}: {naming[0].preference.because}"
 
 
-def ranked(verdicts: Mapping[str, Ranked], rows: Rows, policy: Policy) -> tuple[str, ...]:
+def ranked(
+    verdicts: Mapping[str, Ranked], rows: Rows, policy: Policy, slow_tier: frozenset[str]
+) -> tuple[str, ...]:
     """Return the backends that may run, best first."""
     declared = in_order(rows)
     usable = {"eligible", "unknown"} if policy.allow_unknown and not policy.strict else {"eligible"}
     able = [b for b, v in verdicts.items() if v.status in usable and v.excluded is None]
 
     def place(backend: str) -> Place:
-        return _place(backend, declared, policy, verdicts[backend])
+        return _place(backend, declared, policy, verdicts[backend], slow_tier)
 
     return tuple(sorted(able, key=place))
 
 
-def may_precede(backend: str, decision: Decision, rows: Rows) -> bool:
+def may_precede(backend: str, decision: Decision, rows: Rows, slow_tier: frozenset[str]) -> bool:
     """Return whether a backend is selected, or would be if nothing in the tables spoke against it."""
     if decision.selected is None:
         return True
     chosen, policy, declared = decision.verdict(decision.selected), decision.policy, in_order(rows)
-    return _place(backend, declared, policy, None) <= _place(chosen.backend, declared, policy, chosen)
+    own = _place(backend, declared, policy, None, slow_tier)
+    return own <= _place(chosen.backend, declared, policy, chosen, slow_tier)
 
 
-def _place(backend: str, declared: tuple[str, ...], policy: Policy, verdict: Ranked | None) -> Place:
+def _place(
+    backend: str,
+    declared: tuple[str, ...],
+    policy: Policy,
+    verdict: Ranked | None,
+    slow_tier: frozenset[str],
+) -> Place:
     """Return where a backend stands; without a verdict, where it would if no row spoke against it."""
     wishes = [*policy.prefer, *(policy.allow or ())]
     wished = wishes.index(backend) if backend in wishes else len(wishes)
@@ -101,4 +110,4 @@ def _place(backend: str, declared: tuple[str, ...], policy: Policy, verdict: Ran
     if verdict is not None:
         uncertain, slow = verdict.status != "eligible", verdict.is_slow
         builds = verdict.quadratic_bytes > 0
-    return (wished, uncertain, backend in SLOW_TIER, builds, slow, known, backend)
+    return (wished, uncertain, backend in slow_tier, builds, slow, known, backend)

@@ -22,7 +22,7 @@ from attnroute.question.normalize import normalize
 from attnroute.question.policy import Policy
 from attnroute.tables.load import Tables
 from attnroute.tables.rows import PreferenceRow
-from attnroute.vocabulary import BUILD_MASKS, SLOW_TIER, Repair, Status
+from attnroute.vocabulary import BUILD_MASKS, Repair, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Judgement:
     @cached_property
     def excluded(self) -> Exclusion | None:
         """Why policy keeps the backend out, whatever its verdict."""
-        return _exclusion(self.backend, self.status, self.policy)
+        return _exclusion(self.rows, self.status, self.policy)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ def select(call: Call, host: Host, tables: Tables, policy: Policy) -> Selection:
     form = Form(normalize(call))
     judgements = {name: Judgement(rows, form, policy) for name, rows in prepared(tables, host).items()}
     preferences = preferred(form.facts, host, tables)
-    order = ranked(judgements, preferences, policy)
+    order = ranked(judgements, preferences, policy, tables.slow_tier)
     return Selection(call, host, policy, tables, judgements, preferences, order)
 
 
@@ -208,14 +208,15 @@ def _next_repair(evaluation: Evaluation, made: list[Repair]) -> tuple[Repair, Fo
     return None
 
 
-def _exclusion(backend: str, status: Status, policy: Policy) -> Exclusion | None:
+def _exclusion(rows: Prepared, status: Status, policy: Policy) -> Exclusion | None:
+    backend = rows.backend
     if backend in policy.ban:
         return Exclusion(reason="banned", origin=policy.origin_of("ban"))
     if policy.require is not None and backend != policy.require:
         return Exclusion(reason="not_required", origin=policy.origin_of("require"))
     if policy.require is None and policy.allow is not None and backend not in policy.allow:
         return Exclusion(reason="not_allowed", origin=policy.origin_of("allow"))
-    if policy.strict and backend in SLOW_TIER:
+    if policy.strict and rows.info.memory == "quadratic":
         return Exclusion(reason="strict", origin=policy.origin_of("strict"))
     if policy.failed and (message := dict(policy.failed).get(backend)) is not None:
         return Exclusion(reason="failed", origin=message)

@@ -1,4 +1,4 @@
-"""Tell whoever listens that a kernel is compiled at its first call, and how long that took."""
+"""Announce that a kernel is compiled at its first call, and how many seconds that took."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ NOTABLE_SECONDS: Final = 0.3
 """A first call below this loaded what was compiled before."""
 
 Listener = Callable[[str, str, float | None], None]
-"""Told the backend, what is compiled, and None at the start or the seconds that it took."""
+"""Gets the backend, what is compiled, and None at the start or the seconds that it took."""
 
-_LISTENERS: list[Listener] = []
+_LISTENERS: dict[str, Listener] = {}
 _KEPT: Final = 4096
 _SEEN: Memory[Hashable, object] = Memory(_KEPT)
 
 
-def listen(listener: Listener) -> None:
-    """Call `listener` around every first call from now on."""
-    if listener not in _LISTENERS:
-        _LISTENERS.append(listener)
+def listen(backend: str, listener: Listener) -> None:
+    """Call `listener` around the first calls of a backend's kernels from now on.
+
+    The API does so for the backends whose tables say that they compile.
+    """
+    _LISTENERS[backend] = listener
+
+
+def has_listener(backend: str) -> bool:
+    """Return whether somebody listens to a backend."""
+    return backend in _LISTENERS
 
 
 def tell(backend: str, text: str, seconds: float | None) -> None:
-    """Tell the listeners that something is compiled (None), or how many seconds it took."""
-    for listener in _LISTENERS:
+    """Tell the listener that something is compiled (None), or how many seconds it took."""
+    if (listener := _LISTENERS.get(backend)) is not None:
         listener(backend, text, seconds)
 
 

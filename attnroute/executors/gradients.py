@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnroute.executors.inputs import Plan
+    from attnroute.executors.protocol import Plan
 
 
 def watch(out: Tensor, plan: Plan, *, as_output: bool = False) -> None:

@@ -1,65 +1,62 @@
-"""Backend name to the function that runs it, imported when it is first needed."""
+"""Import the module that a backend's table names, and return what it offers: an `Executor`."""
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import NoReturn
 
 from attnroute.errors import KernelRefusedError, TableError
 from attnroute.executors.launch import before_launch
-
-if TYPE_CHECKING:
-    from attnroute.executors.prepare.apply import Run
-
-_MODULES = {
-    "flash": "aten.flash",
-    "cudnn": "aten.cudnn",
-    "efficient": "aten.efficient",
-    "math": "aten.math",
-    "flex": "flex.run",
-    "flex_fa4": "flex.fa4",
-    "chunked": "chunked.run",
-}
-"""Backend to its module; every other one stands in `packages` under its own name."""
+from attnroute.executors.protocol import Executor
 
 
-def name_of(backend: str) -> str:
-    """Return the name of the module that runs a backend."""
-    return f"attnroute.executors.{_MODULES.get(backend, f'packages.{backend}')}"
+def executor(backend: str, module: str) -> Executor:
+    """Return the executor of a backend.
 
+    Where the module cannot be imported because something in it fails, the executor that is returned refuses
+    each call, so that the next backend runs it. The next route tries again.
 
-def executor(backend: str) -> Run:
-    """Return the `run` of a backend's module.
-
-    Where that cannot be imported, because something that it imports fails, what is returned refuses each
-    call, so that the next backend runs it. The next route tries again.
+    Args:
+        backend: Its name.
+        module: The module that `[backend]` of its table names.
 
     Raises:
-        TableError: There is none: a folder of tables declares a backend that nothing here runs.
+        TableError: There is no such module, or it has no `Executor`.
     """
     try:
         with before_launch(backend):
-            return _imported(backend)
+            return _imported(backend, module)
     except KernelRefusedError as error:
         # Not the error itself, which holds the frames that it went through.
         return _refusing(str(error), error.backend or backend, error.said)
 
 
-@lru_cache(maxsize=32)
-def _imported(backend: str) -> Run:
-    name = name_of(backend)
+def is_imported(module: str) -> bool:
+    """Return whether the module of a backend was imported in this process."""
+    return module in sys.modules
+
+
+@lru_cache(maxsize=64)
+def _imported(backend: str, module: str) -> Executor:
+    where = f"any/{backend}.toml: backend.module"
     try:
-        return cast("Run", import_module(name).run)
+        found = getattr(import_module(module), "executor", None)
     except ModuleNotFoundError as error:
-        if error.name != name:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        required = f"attnroute/executors/packages/{backend}.py, which runs it"
-        raise TableError(f"any/{backend}.toml requires {required}; got none; ban {backend}.") from error
+        sentence = f"requires a module that can be imported; got {module}, and there is no {error.name}"
+        raise TableError(f"{where} {sentence}; correct it, or ban {backend}.") from error
+    if not isinstance(found, Executor):
+        got = "nothing of that name" if found is None else f"one of type {type(found).__name__}"
+        sentence = f"requires a module with an Executor under the name executor; got {got}"
+        raise TableError(f"{where} {sentence} in {module}; define it, or ban {backend}.")
+    return found
 
 
-def _refusing(message: str, backend: str, said: str) -> Run:
+def _refusing(message: str, backend: str, said: str) -> Executor:
     def refuse(*_: object) -> NoReturn:
         raise KernelRefusedError(message, backend, said)
 
-    return refuse
+    return Executor(refuse)

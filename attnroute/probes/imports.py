@@ -1,8 +1,8 @@
-"""Whether the packages of a backend can be imported: asked once, when a backend of theirs is first chosen.
+"""Import the packages of a backend when it is first selected, and mark those that cannot be imported.
 
 Importing one of them takes seconds, and a package that does not fit its surroundings raises what it likes
-while it is imported. So nothing is imported to decide; what turns out to be broken then is marked, and the
-next decision sees it.
+while it is imported. So deciding imports nothing; what turns out to be broken is marked, and the next
+decision sees it.
 """
 
 from __future__ import annotations
@@ -13,54 +13,29 @@ import sys
 import warnings
 from functools import lru_cache
 from importlib import import_module
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
+from attnroute.foreign import is_of_the_user, summarize_error
 from attnroute.probes import packages, torch_host
-from attnroute.probes.trouble import is_of_the_user, said_by
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from attnroute.tables.providers import Library, Providers
 
 
-class Library(NamedTuple):
-    """What an executor imports.
-
-    Attributes:
-        provider: The distribution that has it.
-        module: The module whose import loads everything.
-        operator: An operator of torch that it registers, where a second library with the same one would end
-            the process: if it is registered already, nothing is imported.
-        defaults: Environment variables that it reads while it is imported, set unless the user set them.
-    """
-
-    provider: str
-    module: str
-    operator: str = ""
-    defaults: tuple[tuple[str, str], ...] = ()
+Libraries = tuple[tuple["Library", ...], ...]
+"""What a backend imports, from `libraries_of`: one library of each tuple is enough."""
 
 
-_KEEPS_COMPILED: Final = (("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1"),)
-"""flash-attn-4 then keeps what it compiles for later processes."""
-
-
-LIBRARIES: Final[dict[str, tuple[Library, ...]]] = {
-    "fa4": (Library("flash-attn-4", "flash_attn.cute.interface", defaults=_KEEPS_COMPILED),),
-    "flex_fa4": (Library("flash-attn-4", "flash_attn.cute.interface", defaults=_KEEPS_COMPILED),),
-    "fa2": (Library("flash-attn", "flash_attn.flash_attn_interface"),),
-    "fa3": (
-        Library("flash-attn-3", "flash_attn_3._C", "flash_attn_3::fwd"),
-        Library("xformers", "xformers.flash_attn_3._C", "flash_attn_3::fwd"),
-    ),
-    "cudnn_fe": (Library("nvidia-cudnn-frontend", "cudnn.sdpa.fwd.torch_op"),),
-    "te": (Library("transformer-engine", "transformer_engine.pytorch.cpp_extensions.fused_attn"),),
-}
-"""By backend: of several libraries one is enough. Other backends are torch's own and have none."""
-
-
-def check(backend: str) -> str | None:
+def check(libraries: Libraries, providers: Providers) -> str | None:
     """Import what the executor of a backend will import; the answer is remembered for this process.
 
     Args:
-        backend: Its name; one that rests on torch alone has nothing to import.
+        libraries: What it imports; nothing where it rests on torch alone.
+        providers: What the tables say of distributions.
 
     Returns:
         None where it can be used, else in one clause what its import raises.
@@ -68,32 +43,34 @@ def check(backend: str) -> str | None:
     Interrupts pass through, and exits that a signal asks for: they are the user's. A package that exits by
     itself is broken.
     """
-    problems = _problems(backend)
+    problems = _problems(libraries, providers)
     return "; ".join(problems.values()) if problems else None
 
 
-def settle(backend: str) -> str | None:
-    """Check a backend, and mark its providers where it cannot be used.
+def mark_if_broken(libraries: Libraries, providers: Providers) -> str | None:
+    """Check what a backend imports, and mark its providers where it cannot be used.
 
     Args:
-        backend: Its name.
+        libraries: As in `check`.
+        providers: As in `check`.
 
     Returns:
         As `check` does. Where it is not None, hosts that are asked for from now on name the providers as
         broken, so the backend is unavailable: forget routes, and decide again.
     """
-    for provider, problem in _problems(backend).items():
+    for provider, problem in _problems(libraries, providers).items():
         mark_broken(provider, problem)
-    return check(backend)
+    return check(libraries, providers)
 
 
-def settle_installed() -> None:
+def check_installed(backends: Iterable[Libraries], providers: Providers) -> None:
     """Check every backend whose providers are installed. This takes seconds for each of them."""
-    for backend, libraries in LIBRARIES.items():
-        if any(library.provider in packages.installed() for library in libraries):
+    installed = packages.installed(providers)
+    for libraries in backends:
+        if any(library.provider in installed for several in libraries for library in several):
             # Packages greet and warn while they are imported, and this process may be printing data.
             with contextlib.redirect_stdout(sys.stderr):
-                settle(backend)
+                mark_if_broken(libraries, providers)
 
 
 def mark_broken(provider: str, problem: str) -> None:
@@ -114,28 +91,27 @@ def forget() -> None:
     torch_host.forget()
 
 
-@lru_cache(maxsize=32)
-def _problems(backend: str) -> dict[str, str]:
-    """Return what keeps each provider of a backend from being imported, empty once one of them can be."""
+@lru_cache(maxsize=64)
+def _problems(libraries: Libraries, providers: Providers) -> dict[str, str]:
+    """Return what keeps each provider from being imported; a need is met once one of its libraries can be."""
     problems: dict[str, str] = {}
-    for library in _in_question(backend):
-        problem = _imported(library)
-        if not problem:
-            return {}
-        problems[library.provider] = problem
+    for several in libraries:
+        installed = tuple(one for one in several if one.provider in packages.installed(providers))
+        found: dict[str, str] = {}
+        for library in installed or several:
+            problem = _imported(library)
+            if not problem:
+                found = {}
+                break
+            found[library.provider] = problem
+        problems |= found
     return problems
 
 
-def _in_question(backend: str) -> tuple[Library, ...]:
-    """Return the libraries of a backend that are installed, all of them where none is."""
-    libraries = LIBRARIES.get(backend, ())
-    return tuple(lib for lib in libraries if lib.provider in packages.installed()) or libraries
-
-
 def _imported(library: Library) -> str:
-    if library.operator and _is_registered(library.operator):
+    if library.operator is not None and _is_registered(library.operator):
         return ""
-    for name, value in library.defaults:
+    for name, value in library.environment:
         os.environ.setdefault(name, value)
     try:
         # Packages warn while they are imported, which is no fault of theirs where warnings are errors.
@@ -145,7 +121,7 @@ def _imported(library: Library) -> str:
     except BaseException as error:
         if is_of_the_user(error):
             raise
-        return f"importing {library.module} raises {said_by(error)}"
+        return f"importing {library.module} raises {summarize_error(error)}"
     return ""
 
 

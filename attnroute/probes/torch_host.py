@@ -5,42 +5,51 @@ from __future__ import annotations
 import platform
 import sys
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
+from attnroute.foreign import summarize_error
 from attnroute.probes import compilers, packages
-from attnroute.probes.packages import installed
-from attnroute.probes.trouble import said_by
 from attnroute.question.host import Host, arch_of
+
+if TYPE_CHECKING:
+    from attnroute.tables.providers import Providers
 
 _CUDNN_MAJOR = 10000
 _CUDNN_MINOR = 100
 
 
 @lru_cache(maxsize=64)
-def host_of(device_type: str, index: int | None) -> Host:
-    """Return the host of one device: "cpu", or "cuda" and its index.
+def host_of(device_type: str, index: int | None, providers: Providers) -> Host:
+    """Return the host of one device.
 
-    It is the same object until `imports.mark_broken` says something new.
+    It is the same object until `imports.mark_broken` marks something new.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        index: Of a CUDA device, else None.
+        providers: The distributions to look for, from `Tables.providers`.
 
     Raises:
         ValueError: The device type is neither.
     """
     if device_type == "cpu":
-        return _cpu()
+        return _cpu(providers)
     if device_type != "cuda":
         msg = f'device requires "cpu" or "cuda"; got "{device_type}"; move the tensors.'
         raise ValueError(msg)
     properties = torch.cuda.get_device_properties(index)
     arch = arch_of((properties.major, properties.minor))
-    broken = _broken()
+    broken = _broken(providers)
     problem = compilers.switched_off() or compilers.c_for_triton().problem
-    if "triton" in versions() and problem:
+    found = versions(providers)
+    if "triton" in found and problem:
         broken["triton"] = problem
-    return Host(arch=arch, device_name=properties.name, versions=versions(), broken=broken)
+    return Host(arch=arch, device_name=properties.name, versions=found, broken=broken)
 
 
-def _cpu() -> Host:
+def _cpu(providers: Providers) -> Host:
     off = compilers.switched_off()
     cxx = compilers.Found(problem=off) if off else compilers.cxx()
     found = {compilers.CXX: cxx, "avx2": _avx2()}
@@ -48,8 +57,8 @@ def _cpu() -> Host:
     return Host(
         arch="cpu",
         device_name=platform.processor() or platform.machine(),
-        versions={**versions(), **present},
-        broken={**_broken(), **{name: f.problem for name, f in found.items() if f.version is None}},
+        versions={**versions(providers), **present},
+        broken={**_broken(providers), **{name: f.problem for name, f in found.items() if f.version is None}},
     )
 
 
@@ -63,10 +72,10 @@ def _avx2() -> compilers.Found:
     return compilers.Found(version="present")
 
 
-@lru_cache(maxsize=1)
-def versions() -> dict[str, str]:
+@lru_cache(maxsize=8)
+def versions(providers: Providers) -> dict[str, str]:
     """Return the versions of torch, CUDA, cuDNN and every installed provider."""
-    found = {"torch": torch.__version__, **installed()}
+    found = {"torch": torch.__version__, **packages.installed(providers)}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     cudnn = _cudnn()
@@ -75,10 +84,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _broken() -> dict[str, str]:
+def _broken(providers: Providers) -> dict[str, str]:
     """Return distribution to what is wrong with it."""
     problem = _cudnn().problem
-    return {**packages.broken(), **({"cudnn": problem} if problem else {})}
+    return {**packages.broken(providers), **({"cudnn": problem} if problem else {})}
 
 
 @lru_cache(maxsize=1)
@@ -87,7 +96,7 @@ def _cudnn() -> compilers.Found:
         number = torch.backends.cudnn.version()
     except RuntimeError as error:
         # torch refuses a library that is older than the one that it was built with.
-        return compilers.Found(problem=f"torch.backends.cudnn.version() raises {said_by(error)}")
+        return compilers.Found(problem=f"torch.backends.cudnn.version() raises {summarize_error(error)}")
     return compilers.Found(None if number is None else cudnn_text(number))
 
 
@@ -102,8 +111,8 @@ def cudnn_text(number: int) -> str:
     return f"{number // _CUDNN_MAJOR}.{number % _CUDNN_MAJOR // _CUDNN_MINOR}.{number % _CUDNN_MINOR}"
 
 
-def default_host() -> Host:
+def default_host(providers: Providers) -> Host:
     """Return the host of the current CUDA device, or of the CPU where there is none."""
     if torch.cuda.is_available():
-        return host_of("cuda", torch.cuda.current_device())
-    return host_of("cpu", None)
+        return host_of("cuda", torch.cuda.current_device(), providers)
+    return host_of("cpu", None, providers)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 from attnroute.question.call import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
 from attnroute.report.size import size
 from attnroute.tables.alternatives import alternatives
-from attnroute.vocabulary import SLOW_TIER
 
 if TYPE_CHECKING:
     from attnroute.engine.decision import Decision, Exclusion, Hint, Verdict
@@ -253,6 +252,6 @@ def arranged(decision: Decision) -> list[Verdict]:
 
     def place(verdict: Verdict) -> tuple[int, int, bool, str]:
         backend = verdict.backend
-        return (places.get(backend, len(places)), ranks[verdict.status], backend in SLOW_TIER, backend)
+        return (places.get(backend, len(places)), ranks[verdict.status], verdict.score_bytes > 0, backend)
 
     return sorted(decision.verdicts, key=place)

@@ -9,7 +9,6 @@ from attnroute.question.line import render
 from attnroute.report import sentences
 from attnroute.report.layout import LABEL, field, wrapped
 from attnroute.report.size import size
-from attnroute.vocabulary import SLOW_TIER
 
 if TYPE_CHECKING:
     from attnroute.engine.decision import Decision, Verdict
@@ -127,7 +126,7 @@ def _options(verdict: Verdict) -> dict[str, str]:
 def _alternatives(decision: Decision) -> list[str]:
     """What could run if the wishes were others: the slow tier is named only where nothing else is."""
     able = [v for v in sentences.arranged(decision) if v.status == "eligible" and _is_unwanted(v)]
-    free = [v for v in able if v.backend not in SLOW_TIER] or able
+    free = [v for v in able if not v.score_bytes] or able
     barriers = list(dict.fromkeys(sentences.barrier(v.excluded) for v in free if v.excluded is not None))
     if not barriers:
         return []
@@ -143,7 +142,7 @@ def _is_unwanted(verdict: Verdict) -> bool:
 
 def _avoidance(decision: Decision) -> str:
     """What stands between the call and the nearest backend that does not hold the scores."""
-    others = [v for v in sentences.arranged(decision) if v.backend not in SLOW_TIER]
+    others = [v for v in sentences.arranged(decision) if not v.score_bytes]
     free = [v for v in others if v.status == "eligible"]
     if free:
         reasons = [sentences.exclusion(v.excluded) for v in free if v.excluded is not None]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnroute.errors import TableError
+from attnroute.foreign import locate
 from attnroute.tables.alternatives import is_well_formed
 from attnroute.tables.load import ANY, SHARED, Tables
 from attnroute.tables.points import options_of, shared_points
@@ -22,13 +23,9 @@ if TYPE_CHECKING:
 
     from attnroute.tables.schema import BackendInfo, Evidence, Option, Rule
 
-EXECUTORS = Path(__file__).parent.parent / "executors"
-_BACKENDS = {"flex/run.py": "flex", "flex/fa4.py": "flex_fa4", "chunked/run.py": "chunked"}
-"""Modules whose name is not that of their backend."""
 RESERVED = ("feature-", "versions-known", "no-table", "cpu-only", "cuda-only")
 """Beginnings of rule names that the engine gives to its own findings."""
 _STOCK_FILE = f"{ANY}/stock.toml"
-_TAKES_ALL = "math"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
         _base_orders,
         _idle_preferences,
         _stock,
-        _executors,
+        _modules,
     )
     found = [*(problem for check in checks for problem in check(tables)), *_expired(tables, today)]
     # A row of several backends is looked at once for each.
@@ -270,30 +267,21 @@ def _stock(tables: Tables) -> Iterator[Problem]:
         sentence = "requires a last order without a condition, so that one always applies; got none."
         yield Problem(_STOCK_FILE, "", "order", sentence)
     for order in tables.stock:
-        if _TAKES_ALL not in order.order:
-            sentence = f"requires backends of the tables and {_TAKES_ALL}; got {', '.join(order.order)}."
+        if tables.slow_tier.isdisjoint(order.order):
+            slow = " or ".join(sorted(tables.slow_tier))
+            sentence = f"requires backends of the tables and {slow}; got {', '.join(order.order)}."
             yield Problem(_STOCK_FILE, order.name, "order", sentence)
         for arch in sorted(set(order.archs or ()) - set(tables.arch_names)):
             sentence = f"requires architectures of the tables; got {arch}."
             yield Problem(_STOCK_FILE, order.name, "archs", sentence)
 
 
-def _has_run(text: str) -> bool:
-    """Some define it, others take it from an object that they make."""
-    return "\ndef run(inputs: Inputs, plan: Plan) -> Output" in text or "\nrun, forward, backward = " in text
-
-
-def _executors(tables: Tables) -> Iterator[Problem]:
-    """Every backend has a module that runs it, and the reverse. By path: nothing is imported."""
-    modules = [p for p in EXECUTORS.rglob("[a-z]*.py") if _has_run(p.read_text(encoding="utf-8"))]
-    runnable = {_BACKENDS.get(p.relative_to(EXECUTORS).as_posix(), p.stem): p for p in modules}
-    for name in sorted(set(tables.backends) - set(runnable)):
-        sentence = f"requires a module of attnroute/executors with a run() for {name}; got none."
-        yield Problem(f"{ANY}/{name}.toml", "", "", sentence)
-    for name in sorted(set(runnable) - set(tables.backends)):
-        module = runnable[name].relative_to(EXECUTORS).as_posix()
-        sentence = f"is required by attnroute/executors/{module}; got no such file."
-        yield Problem(f"{ANY}/{name}.toml", "", "", sentence)
+def _modules(tables: Tables) -> Iterator[Problem]:
+    """Every backend names a module that can be found. What the module offers, its first import shows."""
+    for name, info in tables.backends.items():
+        if locate(info.module) is None:
+            sentence = f"requires a module that can be imported; got {info.module}, which is not found."
+            yield Problem(f"{ANY}/{name}.toml", "", "backend.module", sentence)
 
 
 def _expired(tables: Tables, today: datetime.date) -> Iterator[Problem]:

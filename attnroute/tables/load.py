@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from attnroute.errors import TableError, did_you_mean
+from attnroute.tables.providers import Providers, providers_of
 from attnroute.tables.read import read
 from attnroute.tables.rows import FeatureRow, OptionRow, RuleRow, wrong_device
 from attnroute.tables.schema import (
@@ -93,6 +94,16 @@ class Tables:
             msg = f"any/{missing[0]}.toml requires a [backend] section, as every new backend; got none{near}"
             raise TableError(msg)
         return {name: info for name, info in found.items() if info is not None}
+
+    @cached_property
+    def slow_tier(self) -> frozenset[str]:
+        """The backends whose memory grows with seqlen_q * seqlen_kv: they come last, and never silently."""
+        return frozenset(name for name, info in self.backends.items() if info.memory == "quadratic")
+
+    @cached_property
+    def providers(self) -> Providers:
+        """Every distribution that backends need, and how it is found."""
+        return providers_of(self)
 
     @cached_property
     def arch_names(self) -> tuple[str, ...]:

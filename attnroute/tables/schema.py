@@ -19,6 +19,7 @@ from pydantic import (
 from attnroute.question.host import Arch
 from attnroute.tables import conditions, versions
 from attnroute.tables.conditions import Compiled, Spec, compiled
+from attnroute.tables.providers import Module, Provider
 from attnroute.vocabulary import Device, EvidenceKind, Feature, Phase, Repair, RuleKind, RuleScope
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
@@ -245,6 +246,7 @@ class BackendInfo(_Row):
 
     Attributes:
         title: The name people know it by.
+        module: The module whose `executor` runs it; nothing is imported before the backend is first selected.
         provider: The distribution that ships it.
         needs: Every distribution or library that must be there.
         versions_known: No statement is made outside these ranges: the verdict there is unknown.
@@ -256,6 +258,7 @@ class BackendInfo(_Row):
     """
 
     title: str
+    module: Module
     provider: str
     needs: list[str]
     versions_known: Versions
@@ -271,6 +274,7 @@ class BackendTable(_Row):
     Attributes:
         include: Other files, as `folder/name`, whose rules and options hold here too, with their own ids.
         backend: In `any/` alone.
+        provider: In `any/` alone, each distribution in one file: how it is found.
         needs: In an architecture's folder: what must be there in place of `needs` in `any/`.
         first_call_seconds: In an architecture's folder: in place of that in `any/`.
         features: Every feature in `any/`; in an architecture's folder those with another answer there.
@@ -280,6 +284,7 @@ class BackendTable(_Row):
 
     include: Annotated[list[Shared], Field(default_factory=list)]
     backend: BackendInfo | None = None
+    provider: Annotated[dict[str, Provider], Field(default_factory=dict)]
     needs: Annotated[list[str] | None, Field(min_length=1)] = None
     first_call_seconds: tuple[Seconds, Seconds] | None = None
     features: Annotated[dict[Feature, FeatureAnswer], Field(default_factory=dict)]

@@ -1,11 +1,11 @@
 """Version ranges with the traps of this field handled once.
 
 Nightlies (`2.14.0a0`, `2.15.0.dev20260922`) compare by their base version; `2.8.3.post1` counts as 2.8.3;
-local parts (`+cu130`) are ignored; cuDNN's fourth number is a build and is dropped; flash-attn-4 has
-published only betas, so its pre-releases compare as they are.
+local parts (`+cu130`) are ignored; cuDNN's fourth number is a build and is dropped.
 
 Where that is too coarse, a term says so by its own version: against a pre-, development or post-release
-(`>4.6.0.dev0`), or with `===`, versions compare exactly as published, only local parts aside.
+(`>4.6.0.dev0`, and every term about flash-attn-4, which has published only betas), or with `===`, versions
+compare exactly as published, only local parts aside.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from packaging.version import InvalidVersion, Version
 
 from attnroute.errors import ECHO, argument_error, quoted
 
-PRE_RELEASES_COUNT = frozenset({"flash-attn-3", "flash-attn-4"})
 _CUDNN_PARTS = 3
 _CUDA_LOCAL = re.compile(r"cu(\d+)(\d)")
 _ORDER: Final[dict[str, Callable[[Any, Any], bool]]] = {
@@ -66,8 +65,6 @@ def comparable(distribution: str, version: str) -> Version:
         raise argument_error(
             f"the version of {distribution}", "PEP 440", quoted(version), 'write it like "2.14.1"'
         ) from error
-    if distribution in PRE_RELEASES_COUNT:
-        return _published(version)
     release = parsed.release[:_CUDNN_PARTS] if distribution == "cudnn" else parsed.release
     return Version(".".join(str(part) for part in release))
 
@@ -94,6 +91,12 @@ def bound_of(distribution: str, term: Specifier) -> Version:
     version = term.version.removesuffix(".*")
     compared = comparable(distribution, version)
     return _published(version) if is_exact(term) else compared
+
+
+def is_newer(distribution: str, bound: Version, present: str) -> bool:
+    """Return whether a bound of a range lies above the version that is there."""
+    exact = bound.is_prerelease or bound.is_postrelease
+    return bound > (_published(present) if exact else comparable(distribution, present))
 
 
 def contains(ranges: str | list[str], distribution: str, version: str) -> bool:

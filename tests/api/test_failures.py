@@ -23,6 +23,7 @@ from attnroute.errors import (
     NotCompiledError,
     RerouteWarning,
 )
+from attnroute.executors import registry
 
 
 class MLIRError(Exception):
@@ -42,8 +43,8 @@ def fresh():
 
 @pytest.fixture
 def fakes(monkeypatch):
-    found = Fakes(routes.executor)
-    monkeypatch.setattr(routes, "executor", found)
+    found = Fakes(registry.executor)
+    monkeypatch.setattr(registry, "executor", found)
     return found
 
 

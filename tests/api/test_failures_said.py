@@ -9,6 +9,7 @@ from support.spy import ran
 import attnroute
 from attnroute.api import routes
 from attnroute.errors import KernelRefusedError, RerouteWarning
+from attnroute.executors import registry
 from attnroute.report.json import decision_from_json, decision_json
 
 
@@ -21,8 +22,8 @@ def fresh():
 
 @pytest.fixture
 def fakes(monkeypatch):
-    found = Fakes(routes.executor)
-    monkeypatch.setattr(routes, "executor", found)
+    found = Fakes(registry.executor)
+    monkeypatch.setattr(registry, "executor", found)
     return found
 
 

@@ -17,6 +17,7 @@ from attnroute import masks
 from attnroute.api import choices, routes
 from attnroute.errors import QuadraticAttentionWarning
 from attnroute.memory import Memory
+from attnroute.tables.load import load
 
 
 @pytest.fixture(autouse=True)
@@ -339,11 +340,12 @@ def test_threads_share_routes_without_harm(monkeypatch):
 def test_a_backend_that_stays_selected_is_asked_for_its_package_once_more_and_then_run(monkeypatch):
     """What its import complains of may be nothing that the tables know it to need."""
     asked = []
-    monkeypatch.setattr(choices.imports, "settle", lambda name: asked.append(name) or "importing it raises")
+    said = "importing it raises"
+    monkeypatch.setattr(choices.imports, "mark_if_broken", lambda *given: asked.append(given) or said)
     query, key, value = tensors()
     with Spy() as spy:
         out = attnroute.attention(query, key, value)
-    assert asked == ["flash", "flash"]
+    assert asked == [((), load().providers)] * 2
     assert spy.backends == {"flash"}
     want, _ = attend(query, key, value)
     assert error(out, want) <= TOLERANCE[out.dtype]

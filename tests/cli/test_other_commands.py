@@ -165,10 +165,10 @@ def test_probe_prints_a_host_that_explain_reads(capsys, tmp_path) -> None:
 def test_probe_prints_what_cannot_be_imported(capsys, monkeypatch) -> None:
     from attnroute.probes import imports
 
-    def settle_installed():
+    def check_installed(*_):
         imports.mark_broken("flash-attn-4", "importing it raises AttributeError")
 
-    monkeypatch.setattr(imports, "settle_installed", settle_installed)
+    monkeypatch.setattr(imports, "check_installed", check_installed)
     try:
         assert main(["probe"]) == 0
     finally:

@@ -18,9 +18,9 @@ from attnroute.question.policy import Policy
 from attnroute.tables.load import Tables, load, shipped_folder
 from attnroute.tables.rows import RuleRow
 from attnroute.tables.schema import Evidence, Rule
-from attnroute.vocabulary import SLOW_TIER
 
 BACKENDS = tuple(load().backends)
+SLOW_TIER = load().slow_tier
 SOME = st.lists(st.sampled_from(BACKENDS), max_size=3, unique=True).map(tuple)
 H100 = Host(arch="sm_90", versions={"torch": "2.11.0+cu130", "cuda": "13.0", "cudnn": "9.19.0"})
 PREFILL = Call(

@@ -11,8 +11,9 @@ from attnroute.question.call import DenseBias, DenseNode
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.question.policy import Policy
-from attnroute.vocabulary import SLOW_TIER
+from attnroute.tables.load import load
 
+SLOW_TIER = load().slow_tier
 TORCH = {"torch": "2.11.0+cu130", "cuda": "13.0", "cudnn": "9.19.0", "triton": "3.6.0"}
 FRONTEND = {**TORCH, "nvidia-cudnn-frontend": "1.32.0"}
 TE = {**TORCH, "transformer-engine": "2.16.1", "transformer-engine-torch": "2.16.1"}

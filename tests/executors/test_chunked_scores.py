@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from attnroute.errors import AttnRouteError
 from attnroute.executors.chunked import plan as chunked_plan
 from attnroute.executors.chunked.run import chunked_attention, run
-from attnroute.executors.inputs import Inputs, Plan
+from attnroute.executors.protocol import Inputs, Plan
 from attnroute.masks.lowered.form import FULL, LoweredMask, MaskFunction
 
 CAUSAL = LoweredMask(band_hi=0)

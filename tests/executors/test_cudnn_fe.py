@@ -179,7 +179,9 @@ def test_a_band_with_a_negative_side_from_both_corners_is_an_error(operators):
 def test_padded_tensors_are_passed_with_their_strides(operators):
     """Layout bhsd goes in as it lies in memory, and the output takes the query's layout."""
     query, key, value = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in "qkv")
-    cudnn_fe.run(cudnn_checks.Inputs(query, key, value, scale=0.3), plan_of("cudnn_fe", training=False))
+    cudnn_fe.executor.run(
+        cudnn_checks.Inputs(query, key, value, scale=0.3), plan_of("cudnn_fe", training=False)
+    )
     given = operators.forward
     for name, tensor in (("q", query), ("k", key), ("v", value)):
         assert given[name].data_ptr() == tensor.data_ptr()
@@ -214,7 +216,7 @@ def test_keys_that_are_left_out_become_sequences_without_a_query(operators):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_backward_is_given_the_same_call(operators, deterministic):
     inputs = inputs_of(masks.Window(3, 0, "bottom_right"), 5, 9, scale=0.2)
-    out, _ = cudnn_fe.run(inputs, plan_of("cudnn_fe", deterministic=deterministic))
+    out, _ = cudnn_fe.executor.run(inputs, plan_of("cudnn_fe", deterministic=deterministic))
     torch.autograd.grad(out, [inputs.query, inputs.key, inputs.value], torch.randn_like(out))
     forward, backward = operators.forward, operators.backward
     same = forward.keys() - {"q", "k", "v", "sinks", "return_lse"}
@@ -229,15 +231,15 @@ def test_the_backward_is_given_the_same_call(operators, deterministic):
 @pytest.mark.parametrize("case", cudnn_checks.PADDED)
 def test_padded_batches(operators, case, form, shift):
     mask, *lengths = cudnn_checks.PADDED[case]
-    check(cudnn_fe, "cudnn_fe", mask, inputs_of(mask, *lengths, form=form, shift=shift))
+    check(cudnn_fe.executor, "cudnn_fe", mask, inputs_of(mask, *lengths, form=form, shift=shift))
 
 
 @pytest.mark.parametrize("case", cudnn_checks.SEQUENCES)
 def test_rows_as_sequences(operators, case):
     mask, *lengths = cudnn_checks.SEQUENCES[case]
-    check(cudnn_fe, "cudnn_fe", mask, inputs_of(mask, *lengths), "to_varlen")
+    check(cudnn_fe.executor, "cudnn_fe", mask, inputs_of(mask, *lengths), "to_varlen")
     inputs = inputs_of(mask, *lengths)
-    cudnn_checks.check_without_gradients(cudnn_fe, "cudnn_fe", mask, inputs, "to_varlen")
+    cudnn_checks.check_without_gradients(cudnn_fe.executor, "cudnn_fe", mask, inputs, "to_varlen")
 
 
 PACKED_CAUSAL = masks.Causal() & masks.Documents(lengths=[4, 5])
@@ -251,7 +253,7 @@ def test_a_ragged_backward_is_given_tokens_one_behind_the_other(operators, layou
     inputs = inputs_of(PACKED_CAUSAL, 9, 9, batch=batch, form=form)
     decision = decided((inputs.query, inputs.key, inputs.value), layout)
     assert decision.selected == "cudnn_fe", str(decision)
-    runner = SimpleNamespace(run=lambda i, p: run_repaired(cudnn_fe.run, i, p))
+    runner = SimpleNamespace(run=lambda i, p: run_repaired(cudnn_fe.executor, i, p))
     check(runner, "cudnn_fe", PACKED_CAUSAL, inputs, *decision.verdict("cudnn_fe").repairs)
     assert all(operators.backward[n].is_contiguous() for n in ("q", "k", "v", "o"))
 
@@ -276,13 +278,13 @@ def decided(tensors, layout):
 def test_sequences_with_lengths_of_their_own(operators, band, with_sink):
     """Among them queries without keys, keys without queries and more queries than keys."""
     mask, inputs = cudnn_checks.sequences_of(*band, sink=sinks() if with_sink else None)
-    check(cudnn_fe, "cudnn_fe", mask, inputs, "to_varlen")
+    check(cudnn_fe.executor, "cudnn_fe", mask, inputs, "to_varlen")
 
 
 @pytest.mark.parametrize("case", ["everything", "causal", "window from the bottom right", "one query"])
 def test_sinks(operators, case):
     mask, *lengths = cudnn_checks.PADDED[case]
-    check(cudnn_fe, "cudnn_fe", mask, inputs_of(mask, *lengths, sink=sinks()))
+    check(cudnn_fe.executor, "cudnn_fe", mask, inputs_of(mask, *lengths, sink=sinks()))
     assert operators.forward["sinks"].tolist() == sinks().tolist()
 
 
@@ -292,7 +294,7 @@ def test_a_sink_through_the_log_sum_exp(operators, case):
     made = ("to_varlen",) if case in cudnn_checks.SEQUENCES else ()
     mask, *lengths = (cudnn_checks.PADDED | cudnn_checks.SEQUENCES)[case]
     inputs = inputs_of(mask, *lengths, sink=sinks())
-    runner = SimpleNamespace(run=lambda i, p: run_repaired(cudnn_fe.run, i, p))
+    runner = SimpleNamespace(run=lambda i, p: run_repaired(cudnn_fe.executor, i, p))
     check(runner, "cudnn_fe", mask, inputs, "sink_from_lse", *made)
     assert operators.forward["sinks"] is None
 
@@ -301,7 +303,7 @@ def test_no_gradient_goes_through_the_package(operators):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graph, "forward", torch.no_grad()(Graph.forward))
         mask, *lengths = cudnn_checks.PADDED["causal"]
-        check(cudnn_fe, "cudnn_fe", mask, inputs_of(mask, *lengths))
+        check(cudnn_fe.executor, "cudnn_fe", mask, inputs_of(mask, *lengths))
 
 
 @pytest.mark.parametrize("case", cudnn_checks.REQUESTS)
@@ -311,19 +313,19 @@ def test_the_custom_operators_are_what_they_say(operators, case):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_compiled_calls(operators, backend):
-    cudnn_checks.check_compiled(cudnn_fe, "cudnn_fe", backend)
+    cudnn_checks.check_compiled(cudnn_fe.executor, "cudnn_fe", backend)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(operators, use_reentrant):
-    cudnn_checks.check_checkpoint(cudnn_fe, "cudnn_fe", use_reentrant=use_reentrant)
+    cudnn_checks.check_checkpoint(cudnn_fe.executor, "cudnn_fe", use_reentrant=use_reentrant)
     names = [name for name, _ in operators.calls]
     assert names == ["sdpa_fwd", "sdpa_bwd", "sdpa_fwd", "sdpa_fwd", "sdpa_bwd"]
 
 
 @pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
 def test_what_autograd_may_ask_of_the_backward(operators, repairs):
-    cudnn_checks.check_backwards(cudnn_fe, "cudnn_fe", *repairs)
+    cudnn_checks.check_backwards(cudnn_fe.executor, "cudnn_fe", *repairs)
 
 
 def test_a_sink_through_the_log_sum_exp_counts_once_at_inference(operators):
@@ -331,6 +333,6 @@ def test_a_sink_through_the_log_sum_exp_counts_once_at_inference(operators):
     want, want_lse = attend(inputs.query, inputs.key, inputs.value, sink=inputs.sink)
     plan = plan_of("cudnn_fe", "sink_from_lse", training=False)
     with torch.no_grad():
-        out, lse = run_repaired(cudnn_fe.run, inputs, plan)
+        out, lse = run_repaired(cudnn_fe.executor, inputs, plan)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)

@@ -132,7 +132,7 @@ def test_a_negative_side_is_no_open_one(newest, left, right):
 
 def test_padded_tensors_are_passed_without_a_copy(newest):
     query, key, value = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in "qkv")
-    fa2.run(cudnn_checks.Inputs(query, key, value, scale=0.3), plan_of("fa2", training=False))
+    fa2.executor.run(cudnn_checks.Inputs(query, key, value, scale=0.3), plan_of("fa2", training=False))
     ((name, given),) = newest.calls
     assert name == "_flash_attn_forward"
     for short, tensor in (("q", query), ("k", key), ("v", value)):
@@ -185,7 +185,7 @@ def test_the_keys_in_use_are_passed(newest):
 def test_the_backward_is_given_the_same_call(newest, deterministic):
     mask = masks.Window(3, 0, "bottom_right")
     inputs = inputs_of(mask, 5, 9, scale=0.2)
-    out, _ = fa2.run(inputs, plan_of("fa2", deterministic=deterministic))
+    out, _ = fa2.executor.run(inputs, plan_of("fa2", deterministic=deterministic))
     torch.autograd.grad(out, [inputs.query, inputs.key, inputs.value], torch.randn_like(out))
     (_, forward), (name, backward) = newest.calls
     assert name == "_flash_attn_backward"
@@ -216,36 +216,36 @@ def test_gradients_of_any_strides_are_read(newest, form):
 @pytest.mark.parametrize("case", flash_attn_cases.PADDED)
 def test_padded_batches(newest, case, form, shift):
     mask, *lengths = flash_attn_cases.PADDED[case]
-    check(fa2, "fa2", mask, inputs_of(mask, *lengths, form=form, shift=shift))
+    check(fa2.executor, "fa2", mask, inputs_of(mask, *lengths, form=form, shift=shift))
 
 
 @pytest.mark.parametrize("case", ["causal", "one query", "more queries, open at the right"])
 def test_padded_batches_of_every_form_of_the_package(package, case):
     mask, *lengths = flash_attn_cases.PADDED[case]
-    check(fa2, "fa2", mask, inputs_of(mask, *lengths))
+    check(fa2.executor, "fa2", mask, inputs_of(mask, *lengths))
 
 
 @pytest.mark.parametrize("case", cudnn_checks.SEQUENCES)
 def test_rows_as_sequences(package, case):
     mask, *lengths = cudnn_checks.SEQUENCES[case]
-    check(fa2, "fa2", mask, inputs_of(mask, *lengths), "to_varlen")
+    check(fa2.executor, "fa2", mask, inputs_of(mask, *lengths), "to_varlen")
     if package.release == "2.8.3":
         inputs = inputs_of(mask, *lengths)
-        cudnn_checks.check_without_gradients(fa2, "fa2", mask, inputs, "to_varlen")
+        cudnn_checks.check_without_gradients(fa2.executor, "fa2", mask, inputs, "to_varlen")
 
 
 @pytest.mark.parametrize("band", cudnn_checks.BANDS.values(), ids=cudnn_checks.BANDS)
 def test_sequences_with_lengths_of_their_own(package, band):
     """Among them queries without keys, keys without queries and more queries than keys."""
     mask, inputs = cudnn_checks.sequences_of(*band)
-    check(fa2, "fa2", mask, inputs, "to_varlen")
+    check(fa2.executor, "fa2", mask, inputs, "to_varlen")
 
 
 @pytest.mark.parametrize("lengths", [([9, 2], [3, 5]), ([1, 1], [5, 0]), ([130], [7])])
 @pytest.mark.parametrize("band", cudnn_checks.BANDS.values(), ids=cudnn_checks.BANDS)
 def test_more_queries_than_the_longest_keys(package, band, lengths):
     mask, inputs = cudnn_checks.sequences_of(*band, lengths=lengths)
-    check(fa2, "fa2", mask, inputs, "to_varlen")
+    check(fa2.executor, "fa2", mask, inputs, "to_varlen")
 
 
 @pytest.mark.parametrize("case", ["causal", "documents", "padding", "more queries, causal"])
@@ -254,14 +254,14 @@ def test_a_sink_through_the_log_sum_exp(package, case):
     made = ("to_varlen",) if case in cudnn_checks.SEQUENCES else ()
     mask, *lengths = (flash_attn_cases.PADDED | cudnn_checks.SEQUENCES)[case]
     inputs = inputs_of(mask, *lengths, sink=sinks())
-    runner = SimpleNamespace(run=lambda i, p: run_repaired(fa2.run, i, p))
+    runner = SimpleNamespace(run=lambda i, p: run_repaired(fa2.executor, i, p))
     check(runner, "fa2", mask, inputs, "sink_from_lse", *made)
 
 
 @pytest.mark.parametrize("lengths", [(7, 7), (5, 9), (9, 5), (1, 9)])
 @pytest.mark.parametrize("mask", [None, masks.Causal("bottom_right"), masks.Window(2, 1, "bottom_right")])
 def test_softcap(newest, mask, lengths):
-    flash_attn_cases.check_scores(fa2, "fa2", mask, lengths, softcap=0.7)
+    flash_attn_cases.check_scores(fa2.executor, "fa2", mask, lengths, softcap=0.7)
     assert [given["softcap"] for _, given in newest.calls] == [0.7, 0.7]
 
 
@@ -273,7 +273,7 @@ def test_a_sink_beside_other_changes_of_the_scores(newest, score, training):
     tensors = (inputs.query, inputs.key, inputs.value)
     want = attend(*tensors, allowed=cudnn_checks.allowed_of(mask, inputs), sink=inputs.sink, **score)
     trained = cudnn_checks.trained(inputs)
-    found = run_repaired(fa2.run, inputs, plan_of("fa2", "sink_from_lse", training=training))
+    found = run_repaired(fa2.executor, inputs, plan_of("fa2", "sink_from_lse", training=training))
     if training:
         cudnn_checks.hold(found, want, trained)
     else:
@@ -298,7 +298,7 @@ ALIBI = {
 @pytest.mark.parametrize("mask", ALIBI.values(), ids=ALIBI)
 def test_alibi(package, mask, slopes, lengths):
     """The log-sum-exp too, which the kernel gives for other scores where the mask is causal."""
-    flash_attn_cases.check_scores(fa2, "fa2", mask, lengths, alibi_slopes=slopes)
+    flash_attn_cases.check_scores(fa2.executor, "fa2", mask, lengths, alibi_slopes=slopes)
 
 
 @pytest.mark.parametrize("slopes", [SLOPES["per head"], torch.rand(6, 4)], ids=["per head", "per sequence"])
@@ -330,7 +330,7 @@ def test_dropout_keeps_its_state(package, lengths):
     mask = masks.Window(2, None, "bottom_right")
     inputs = inputs_of(mask, *lengths, dropout_p=0.4)
     tensors = (inputs.query, inputs.key, inputs.value)
-    out, _ = fa2.run(inputs, plan_of("fa2"))
+    out, _ = fa2.executor.run(inputs, plan_of("fa2"))
     cotangent = torch.randn_like(out)
     grads = torch.autograd.grad(out, tensors, cotangent)
     state = package.calls[-1][1]["rng_state"]
@@ -366,17 +366,17 @@ def test_the_custom_operators_are_what_they_say(newest, case):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_compiled_calls(newest, backend):
-    cudnn_checks.check_compiled(fa2, "fa2", backend)
+    cudnn_checks.check_compiled(fa2.executor, "fa2", backend)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(newest, use_reentrant):
-    cudnn_checks.check_checkpoint(fa2, "fa2", use_reentrant=use_reentrant)
+    cudnn_checks.check_checkpoint(fa2.executor, "fa2", use_reentrant=use_reentrant)
 
 
 @pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
 def test_what_autograd_may_ask_of_the_backward(newest, repairs):
-    cudnn_checks.check_backwards(fa2, "fa2", *repairs)
+    cudnn_checks.check_backwards(fa2.executor, "fa2", *repairs)
 
 
 def test_what_the_package_refuses_is_one_error(newest, monkeypatch):
@@ -386,4 +386,4 @@ def test_what_the_package_refuses_is_one_error(newest, monkeypatch):
 
     monkeypatch.setattr(Attention, "forward", lambda *_: refuse(None))
     with pytest.raises(KernelRefusedError, match="head_dim 512 is not supported"):
-        fa2.run(inputs_of(None, 5, 5), plan_of("fa2"))
+        fa2.executor.run(inputs_of(None, 5, 5), plan_of("fa2"))

@@ -241,7 +241,9 @@ def _request(mask, lengths):
 
 def test_padded_tensors_are_passed_without_a_copy(operators):
     query, key, value = (torch.randn(2, 4, 5, 8, dtype=torch.float64) for _ in "qkv")
-    fa3.run(cudnn_checks.Inputs(query, key, value, scale=0.3, softcap=2.0), plan_of("fa3", training=False))
+    fa3.executor.run(
+        cudnn_checks.Inputs(query, key, value, scale=0.3, softcap=2.0), plan_of("fa3", training=False)
+    )
     ((name, given),) = operators.calls
     assert name == "fwd"
     for short, tensor in (("q", query), ("k", key), ("v", value)):
@@ -280,7 +282,7 @@ def test_keys_are_split_only_where_nothing_comes_out_twice(operators, change, wa
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_backward_is_given_the_same_call(operators, deterministic):
     inputs = inputs_of(masks.Window(3, 0, "bottom_right"), 5, 9, scale=0.2, softcap=0.9)
-    out, _ = fa3.run(inputs, plan_of("fa3", deterministic=deterministic))
+    out, _ = fa3.executor.run(inputs, plan_of("fa3", deterministic=deterministic))
     torch.autograd.grad(out, [inputs.query, inputs.key, inputs.value], torch.randn_like(out))
     (_, forward), (name, backward) = operators.calls
     assert name == "bwd"
@@ -308,15 +310,15 @@ def test_keys_that_are_not_in_use_get_no_gradient(operators):
 @pytest.mark.parametrize("case", flash_attn_cases.PADDED)
 def test_padded_batches(operators, case, form, shift):
     mask, *lengths = flash_attn_cases.PADDED[case]
-    check(fa3, "fa3", mask, inputs_of(mask, *lengths, form=form, shift=shift))
+    check(fa3.executor, "fa3", mask, inputs_of(mask, *lengths, form=form, shift=shift))
 
 
 @pytest.mark.parametrize("case", cudnn_checks.SEQUENCES)
 def test_rows_as_sequences(every, case):
     mask, *lengths = cudnn_checks.SEQUENCES[case]
-    check(fa3, "fa3", mask, inputs_of(mask, *lengths), "to_varlen")
+    check(fa3.executor, "fa3", mask, inputs_of(mask, *lengths), "to_varlen")
     inputs = inputs_of(mask, *lengths)
-    cudnn_checks.check_without_gradients(fa3, "fa3", mask, inputs, "to_varlen")
+    cudnn_checks.check_without_gradients(fa3.executor, "fa3", mask, inputs, "to_varlen")
 
 
 @pytest.mark.parametrize("lengths", [cudnn_checks.LENGTHS, ([9, 2], [3, 5]), ([1, 1], [5, 0]), ([130], [7])])
@@ -324,7 +326,7 @@ def test_rows_as_sequences(every, case):
 def test_sequences_with_lengths_of_their_own(operators, band, lengths):
     """Among them queries without keys, keys without queries and more queries than keys."""
     mask, inputs = cudnn_checks.sequences_of(*band, lengths=lengths)
-    check(fa3, "fa3", mask, inputs, "to_varlen")
+    check(fa3.executor, "fa3", mask, inputs, "to_varlen")
 
 
 @pytest.mark.parametrize("case", ["causal", "documents", "padding", "more queries, causal"])
@@ -333,20 +335,20 @@ def test_a_sink_through_the_log_sum_exp(operators, case):
     made = ("to_varlen",) if case in cudnn_checks.SEQUENCES else ()
     mask, *lengths = (flash_attn_cases.PADDED | cudnn_checks.SEQUENCES)[case]
     inputs = inputs_of(mask, *lengths, sink=sinks())
-    runner = SimpleNamespace(run=lambda i, p: run_repaired(fa3.run, i, p))
+    runner = SimpleNamespace(run=lambda i, p: run_repaired(fa3.executor, i, p))
     check(runner, "fa3", mask, inputs, "sink_from_lse", *made)
 
 
 @pytest.mark.parametrize("lengths", [(7, 7), (5, 9), (9, 5), (1, 9)])
 @pytest.mark.parametrize("mask", [None, masks.Causal("bottom_right"), masks.Window(2, 1, "bottom_right")])
 def test_softcap(every, mask, lengths):
-    flash_attn_cases.check_scores(fa3, "fa3", mask, lengths, softcap=0.7)
+    flash_attn_cases.check_scores(fa3.executor, "fa3", mask, lengths, softcap=0.7)
 
 
 def test_no_gradient_goes_through_the_package(operators, monkeypatch):
     monkeypatch.setattr(Attention, "forward", torch.no_grad()(Attention.forward))
     mask, *lengths = flash_attn_cases.PADDED["causal"]
-    check(fa3, "fa3", mask, inputs_of(mask, *lengths))
+    check(fa3.executor, "fa3", mask, inputs_of(mask, *lengths))
 
 
 @pytest.mark.parametrize("case", ["padded", "ragged"])
@@ -356,14 +358,14 @@ def test_the_custom_operators_are_what_they_say(operators, case):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_compiled_calls(operators, backend):
-    cudnn_checks.check_compiled(fa3, "fa3", backend)
+    cudnn_checks.check_compiled(fa3.executor, "fa3", backend)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(operators, use_reentrant):
-    cudnn_checks.check_checkpoint(fa3, "fa3", use_reentrant=use_reentrant)
+    cudnn_checks.check_checkpoint(fa3.executor, "fa3", use_reentrant=use_reentrant)
 
 
 @pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
 def test_what_autograd_may_ask_of_the_backward(operators, repairs):
-    cudnn_checks.check_backwards(fa3, "fa3", *repairs)
+    cudnn_checks.check_backwards(fa3.executor, "fa3", *repairs)

@@ -15,9 +15,9 @@ from support.fa4_hosts import RELEASES
 from support.fa4_package import BACKWARD, FORWARD, LENGTHS, RECORDED, SIDES, Package
 
 from attnroute import masks
-from attnroute.executors.inputs import Inputs
 from attnroute.executors.packages import fa4
 from attnroute.executors.prepare.apply import run_repaired
+from attnroute.executors.protocol import Inputs
 
 NEWEST = "4.0.0b36"
 WITH_SINK_GRADIENT = ("4.0.0b26", NEWEST)
@@ -164,7 +164,7 @@ def test_options_of_the_tables_reach_the_forward_alone(package, options, want):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_backward_is_given_the_same_call(package, deterministic):
     inputs = inputs_of(masks.Window(3, 0, "bottom_right"), 5, 9, scale=0.2, softcap=0.9)
-    out, _ = fa4.run(inputs, plan_of("fa4", deterministic=deterministic))
+    out, _ = fa4.executor.run(inputs, plan_of("fa4", deterministic=deterministic))
     grads = torch.autograd.grad(out, [inputs.query, inputs.key, inputs.value], torch.randn_like(out))
     forward, backward = package.only(FORWARD), package.only(BACKWARD)
     shared = ("causal", "softmax_scale", "softcap", *SIDES)
@@ -179,7 +179,7 @@ def test_the_backward_is_given_the_same_call(package, deterministic):
 
 def test_padded_tensors_are_passed_without_a_copy(package):
     query, key, value = (torch.randn(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    fa4.run(Inputs(query, key, value), plan_of("fa4", training=False))
+    fa4.executor.run(Inputs(query, key, value), plan_of("fa4", training=False))
     given = package.only(FORWARD)
     assert given["softmax_scale"] == 8**-0.5
     for short, tensor in (("q", query), ("k", key), ("v", value)):
@@ -236,15 +236,15 @@ def test_gradients_and_outputs_are_made_readable(package, form, ragged):
 @pytest.mark.parametrize("case", flash_attn_cases.PADDED)
 def test_padded_batches(package, case, form, shift):
     mask, *lengths = flash_attn_cases.PADDED[case]
-    check(fa4, "fa4", mask, inputs_of(mask, *lengths, form=form, shift=shift))
+    check(fa4.executor, "fa4", mask, inputs_of(mask, *lengths, form=form, shift=shift))
 
 
 @pytest.mark.parametrize("case", cudnn_checks.SEQUENCES)
 def test_rows_as_sequences(every, case):
     mask, *lengths = cudnn_checks.SEQUENCES[case]
-    check(fa4, "fa4", mask, inputs_of(mask, *lengths), "to_varlen")
+    check(fa4.executor, "fa4", mask, inputs_of(mask, *lengths), "to_varlen")
     inputs = inputs_of(mask, *lengths)
-    cudnn_checks.check_without_gradients(fa4, "fa4", mask, inputs, "to_varlen")
+    cudnn_checks.check_without_gradients(fa4.executor, "fa4", mask, inputs, "to_varlen")
 
 
 @pytest.mark.parametrize("lengths", [cudnn_checks.LENGTHS, ([9, 2], [3, 5]), ([1, 1], [5, 0]), ([130], [7])])
@@ -252,27 +252,27 @@ def test_rows_as_sequences(every, case):
 def test_sequences_with_lengths_of_their_own(package, band, lengths):
     """Among them queries without keys, keys without queries and more queries than keys."""
     mask, inputs = cudnn_checks.sequences_of(*band, lengths=lengths)
-    check(fa4, "fa4", mask, inputs, "to_varlen")
+    check(fa4.executor, "fa4", mask, inputs, "to_varlen")
 
 
 @pytest.mark.parametrize("lengths", [(7, 7), (5, 9), (9, 5), (1, 9)])
 @pytest.mark.parametrize("mask", [None, masks.Causal("bottom_right"), masks.Window(2, 1, "bottom_right")])
 def test_softcap(every, mask, lengths):
-    flash_attn_cases.check_scores(fa4, "fa4", mask, lengths, softcap=0.7)
+    flash_attn_cases.check_scores(fa4.executor, "fa4", mask, lengths, softcap=0.7)
 
 
 @pytest.mark.parametrize("case", ["causal", "one query", "more queries, causal", "more queries, window"])
 def test_sinks_of_its_own(with_sinks, case):
     """Among them a sink of -inf, and rows with no key."""
     mask, *lengths = flash_attn_cases.PADDED[case]
-    check(fa4, "fa4", mask, inputs_of(mask, *lengths, sink=sinks()))
+    check(fa4.executor, "fa4", mask, inputs_of(mask, *lengths, sink=sinks()))
     assert "learnable_sink" in with_sinks.only(FORWARD)
 
 
 @pytest.mark.parametrize("band", [(None, None), (None, 0), (1, 0)], ids=str)
 def test_sinks_of_ragged_batches(with_sinks, band):
     mask, inputs = cudnn_checks.sequences_of(*band, sink=sinks())
-    check(fa4, "fa4", mask, inputs, "to_varlen")
+    check(fa4.executor, "fa4", mask, inputs, "to_varlen")
     assert "learnable_sink" in with_sinks.only(FORWARD)
 
 
@@ -280,7 +280,7 @@ def test_sinks_of_ragged_batches(with_sinks, band):
 def test_a_sink_keeps_its_digits_and_its_gradient_its_dtype(package, dtype):
     sink = torch.tensor([0.3, -1.7, 2.1, 0.01], dtype=dtype, requires_grad=True)
     inputs = inputs_of(None, 5, 7, sink=sink)
-    out, _ = fa4.run(inputs, plan_of("fa4"))
+    out, _ = fa4.executor.run(inputs, plan_of("fa4"))
     (grad,) = torch.autograd.grad(out, sink, torch.randn_like(out))
     given = package.only(FORWARD)["learnable_sink"]
     assert given.dtype == (torch.float32 if dtype == torch.float64 else dtype)
@@ -295,7 +295,7 @@ def test_a_sink_through_the_log_sum_exp(every, case):
     made = ("to_varlen",) if case in cudnn_checks.SEQUENCES else ()
     mask, *lengths = (flash_attn_cases.PADDED | cudnn_checks.SEQUENCES)[case]
     inputs = inputs_of(mask, *lengths, sink=sinks())
-    runner = SimpleNamespace(run=lambda i, p: run_repaired(fa4.run, i, p))
+    runner = SimpleNamespace(run=lambda i, p: run_repaired(fa4.executor, i, p))
     check(runner, "fa4", mask, inputs, "sink_from_lse", *made)
     assert "learnable_sink" not in every.only(FORWARD)
 
@@ -311,7 +311,7 @@ def test_no_gradient_goes_through_the_package(package, monkeypatch):
     monkeypatch.setattr(Package, "_forward", forward)
     use(monkeypatch, NEWEST)
     mask, *lengths = flash_attn_cases.PADDED["causal"]
-    check(fa4, "fa4", mask, inputs_of(mask, *lengths))
+    check(fa4.executor, "fa4", mask, inputs_of(mask, *lengths))
     assert given == [False]
 
 
@@ -322,14 +322,14 @@ def test_the_custom_operators_are_what_they_say(package, case):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_compiled_calls(package, backend):
-    cudnn_checks.check_compiled(fa4, "fa4", backend)
+    cudnn_checks.check_compiled(fa4.executor, "fa4", backend)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(package, use_reentrant):
-    cudnn_checks.check_checkpoint(fa4, "fa4", use_reentrant=use_reentrant)
+    cudnn_checks.check_checkpoint(fa4.executor, "fa4", use_reentrant=use_reentrant)
 
 
 @pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
 def test_what_autograd_may_ask_of_the_backward(package, repairs):
-    cudnn_checks.check_backwards(fa4, "fa4", *repairs)
+    cudnn_checks.check_backwards(fa4.executor, "fa4", *repairs)

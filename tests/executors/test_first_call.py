@@ -22,7 +22,6 @@ class Kernel:
     """Zeros of the right shapes; a launch takes as long as it is told, and may warn or raise."""
 
     says_infinity = False
-    compiles = True
     seconds = 0.0
     warns = False
     raising = None
@@ -42,8 +41,6 @@ class Kernel:
 
 
 class Quiet(Kernel):
-    compiles = False
-
     def forward(self, request):
         return Launched(torch.zeros_like(request.query), torch.zeros(2, 4, request.query.shape[1]))
 
@@ -56,7 +53,7 @@ QUIET = External("first_call_quiet", Quiet())
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     first_call.forget()
-    monkeypatch.setattr(first_call, "_LISTENERS", [])
+    monkeypatch.setattr(first_call, "_LISTENERS", {})
     monkeypatch.setattr(KERNEL, "seconds", 0.0)
 
 
@@ -65,7 +62,7 @@ def heard():
     found = []
     listener = lambda *said: found.append(said)  # noqa: E731
     for _ in range(2):
-        first_call.listen(listener)
+        first_call.listen("first_call_test", listener)
     return found
 
 
@@ -126,6 +123,7 @@ def test_a_kernel_that_is_compiled_ahead_is_never_announced(heard):
     assert not heard
 
 
+@pytest.mark.usefixtures("heard")
 def test_a_compiler_that_warns_is_not_heard_and_a_later_warning_is(monkeypatch):
     monkeypatch.setattr(KERNEL, "warns", True)
     launch()
@@ -153,7 +151,7 @@ def test_users_read_it_on_stderr_where_they_asked(monkeypatch, capsys, mode, is_
     monkeypatch.setattr(compiling, "explain_mode", lambda: mode)
     monkeypatch.setattr(first_call, "NOTABLE_SECONDS", 0.0)
     for _ in range(2):
-        compiling.show_progress()
+        compiling.show_progress("first_call_test")
     launch()
     lines = capsys.readouterr().err.splitlines()
     assert (
@@ -170,7 +168,7 @@ def test_users_read_it_on_stderr_where_they_asked(monkeypatch, capsys, mode, is_
 def test_flex_says_its_own_name_by_the_same_way(monkeypatch, capsys, backend):
     monkeypatch.setattr(compiling, "explain_mode", lambda: "once")
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda *_: None)
-    compiling.show_progress()
+    compiling.show_progress(backend)
     flex_compile._measured(flex_compile.Compiled("j <= i", backend))(None, [])
     first, last = capsys.readouterr().err.splitlines()
     assert first == f"attnroute: {backend} is compiling: j <= i"

@@ -19,7 +19,7 @@ from support.reference import attend
 from attnroute import masks
 from attnroute.engine.repairs import apply
 from attnroute.executors.aten import flash
-from attnroute.executors.inputs import Inputs, Plan
+from attnroute.executors.protocol import Inputs, Plan
 from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.masks.objects.ragged import Ragged
 from attnroute.question.call import Call

@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention
 from attnroute.executors.flex import compile as flex_compile
 from attnroute.executors.flex import fa4
 from attnroute.executors.flex import run as flex
-from attnroute.executors.inputs import Inputs, Plan
+from attnroute.executors.protocol import Inputs, Plan
 
 
 def composed(query, key, value, score_mod, block_mask, *, scale, enable_gqa, return_lse=False, **_):

@@ -24,7 +24,7 @@ from attnroute.masks.lowered import mods
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
     monkeypatch.setattr(mods, "_CONSTANTS", set())
-    monkeypatch.setattr(first_call, "_LISTENERS", [])
+    monkeypatch.setattr(first_call, "_LISTENERS", {})
     flex_compile.forget()
     yield
     flex_compile.forget()

@@ -24,7 +24,7 @@ from attnroute.executors.flex import compile as flex_compile
 from attnroute.executors.flex import fa4
 from attnroute.executors.flex import run as flex
 from attnroute.executors.flex.program import blocked
-from attnroute.executors.inputs import Inputs, Plan
+from attnroute.executors.protocol import Inputs, Plan
 from attnroute.masks.lowered.mods import CONSTANT_BANDS
 
 FLASH = (("BACKEND", "FLASH"),)
@@ -52,7 +52,7 @@ def graphs(monkeypatch):
     """dynamo's graphs, which run as they are: milliseconds instead of seconds."""
     found = []
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda g, _: found.append(g) or g.forward)
-    monkeypatch.setattr(first_call, "_LISTENERS", [])
+    monkeypatch.setattr(first_call, "_LISTENERS", {})
     flex_compile.forget()
     yield found
     flex_compile.forget()

@@ -20,10 +20,10 @@ from support.cudnn_checks import HEADS, PADDED, SEQUENCES, allowed_of, inputs_of
 from support.reference import attend, error
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from attnroute.executors.inputs import Inputs
 from attnroute.executors.packages.external import Launched
 from attnroute.executors.packages.request import padded, request_of, swapped
 from attnroute.executors.prepare import from_lse
+from attnroute.executors.protocol import Inputs
 from attnroute.masks.lowered.form import LoweredMask
 
 NAMES = ("query", "key", "value", "sink")

@@ -11,13 +11,12 @@ from executors.test_sink_operators import CASES, DENSE, EMPTY_ROWS, PADDING, pla
 from support import backwards
 from support.cuda_operators import CudaOperators
 from support.reference import attend
-from support.repair_inputs import inputs_of, lowered, stored
+from support.repair_inputs import executor_of, inputs_of, lowered, stored
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnroute import masks
 from attnroute.executors.gradients import fitted
 from attnroute.executors.prepare.apply import is_packed, run_repaired
-from attnroute.executors.registry import executor
 
 torch.manual_seed(0)
 
@@ -68,7 +67,7 @@ def made(case, *, sink, form="packed"):
 
     def run():
         given = type(inputs)(*leaves, inputs.mask, sink=inputs.sink)
-        return run_repaired(executor(backend), given, plan(backend, repairs))
+        return run_repaired(executor_of(backend), given, plan(backend, repairs))
 
     return leaves, run
 
@@ -151,7 +150,7 @@ def test_a_graph_has_the_copy_where_it_is_needed_alone(backend, form):
         leaves = [t.detach().requires_grad_() for t in (query, key, value)]
         given = inputs_of()
         given.query, given.key, given.value = leaves
-        out, _ = run_repaired(executor(backend), given, plan(backend, repairs, return_lse=False))
+        out, _ = run_repaired(executor_of(backend), given, plan(backend, repairs, return_lse=False))
         lies = grad.transpose(2, 3) if form == "last stride" else grad
         return torch.autograd.grad(out, leaves, torch.empty_like(out) if form == "contiguous" else lies)
 

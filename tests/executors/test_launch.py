@@ -8,9 +8,10 @@ import weakref
 import pytest
 import torch
 
-from attnroute.errors import AttnRouteError, KernelRefusedError, NotCompiledError, OverrideError
+from attnroute.errors import AttnRouteError, KernelRefusedError, NotCompiledError, OverrideError, TableError
 from attnroute.executors import launch as launching
 from attnroute.executors import registry
+from attnroute.executors.aten import math
 from attnroute.executors.launch import before_launch
 
 CPU = torch.device("cpu")
@@ -200,10 +201,31 @@ def test_an_executor_that_cannot_be_imported_refuses_and_is_tried_again(monkeypa
     monkeypatch.setattr(registry, "import_module", fail)
     registry._imported.cache_clear()
     for n in (1, 2):
-        run = registry.executor("flex")
+        found = registry.executor("flex", "attnroute.executors.flex.run")
         assert len(imported) == n
         with pytest.raises(KernelRefusedError, match=r"flex refused this call .*Read-only file system"):
-            run(None, None)
+            found.run(None, None)
     monkeypatch.undo()
     registry._imported.cache_clear()
-    assert registry.executor("math").__module__ == "attnroute.executors.aten.math"
+    assert registry.executor("math", "attnroute.executors.aten.math") is math.executor
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("attnroute.executors.nothing", "there is no attnroute.executors.nothing; correct it"),
+        ("attnroute_nothing.at_all", "there is no attnroute_nothing; correct it, or ban alpha"),
+        ("attnroute.executors.launch", "got nothing of that name in attnroute.executors.launch"),
+    ],
+)
+def test_a_module_that_runs_nothing_is_an_error_of_the_table(module, said):
+    with pytest.raises(TableError, match=rf"^any/alpha.toml: backend.module requires a.*{said}"):
+        registry.executor("alpha", module)
+
+
+def test_what_is_no_executor_is_an_error_of_the_table(monkeypatch):
+    monkeypatch.setattr(math, "executor", math.executor.run)
+    registry._imported.cache_clear()
+    with pytest.raises(TableError, match="an Executor under the name executor; got one of type function in"):
+        registry.executor("math", "attnroute.executors.aten.math")
+    monkeypatch.undo()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,13 +26,11 @@ from attnroute import masks
 from attnroute.errors import KernelRefusedError
 from attnroute.executors import launch
 from attnroute.executors.aten import flash
-from attnroute.executors.inputs import Inputs
 from attnroute.executors.packages import cudnn_fe
 from attnroute.executors.prepare import apply as repairs
 from attnroute.executors.prepare import from_lse
-from attnroute.executors.prepare import pair as pairing
 from attnroute.executors.prepare.apply import run_repaired
-from attnroute.executors.prepare.sink import Ran
+from attnroute.executors.protocol import Inputs, Pair, Ran
 from attnroute.masks.lowered.form import LoweredMask
 
 FORWARD = ["sdpa_fwd"]
@@ -75,8 +72,13 @@ def package():
     launch.forget()
 
 
-def pair(inputs, *repairs, **settings):
-    return run_repaired(cudnn_fe.run, replace(inputs), plan_of("cudnn_fe", PAIR, *repairs, **settings))
+def pair(inputs, *repairs, executor=cudnn_fe.executor, **settings):
+    return run_repaired(executor, replace(inputs), plan_of("cudnn_fe", PAIR, *repairs, **settings))
+
+
+def with_forward(forward):
+    """Return the executor with another forward and no backward."""
+    return replace(cudnn_fe.executor, pair=Pair(forward, None))
 
 
 def wanted(mask, inputs):
@@ -206,7 +208,7 @@ def test_the_log_sum_exp_carries_no_gradient(package):
     out, lse = pair(inputs)
     assert (out.requires_grad, lse.requires_grad, lse.dtype) == (True, False, torch.float32)
     plan = replace(plan_of("cudnn_fe", PAIR), return_lse=False)
-    assert run_repaired(cudnn_fe.run, inputs, plan)[1] is None
+    assert run_repaired(cudnn_fe.executor, inputs, plan)[1] is None
 
 
 def test_a_second_derivative_is_refused(package):
@@ -230,13 +232,12 @@ def test_only_gradients_that_are_wanted_are_computed(package, which, made):
         assert torch.equal(grad, every[number]) if number in which else grad is None
 
 
-def test_the_kernel_is_run_as_for_inference(package, monkeypatch):
+def test_the_kernel_is_run_as_for_inference(package):
     """Its own backward never runs, so that it need keep nothing for one."""
-    plans, forward = [], cudnn_fe.forward
-    spied = SimpleNamespace(forward=lambda i, p: plans.append((p, torch.is_grad_enabled())) or forward(i, p))
-    monkeypatch.setattr(pairing, "_kernel", lambda _: spied)
+    plans, forward = [], cudnn_fe.executor.pair.forward
+    spied = lambda i, p: plans.append((p, torch.is_grad_enabled())) or forward(i, p)  # noqa: E731
     plan = plan_of("cudnn_fe", PAIR, deterministic=True, options=(("tile", 64),))
-    out, _ = run_repaired(cudnn_fe.run, inputs_of(None, 5, 7), replace(plan, return_lse=False))
+    out, _ = run_repaired(with_forward(spied), inputs_of(None, 5, 7), replace(plan, return_lse=False))
     assert out.requires_grad
     assert plans == [(replace(plan, training=False, return_lse=True), False)]
 
@@ -248,7 +249,7 @@ def test_other_calls_never_come_here(package, monkeypatch, training):
     inputs = inputs_of(masks.Causal(), 7, 7)
     plan = plan_of("cudnn_fe", training=training)
     with torch.set_grad_enabled(training):
-        out, _ = run_repaired(cudnn_fe.run, inputs, plan)
+        out, _ = run_repaired(cudnn_fe.executor, inputs, plan)
     torch.testing.assert_close(out, wanted(masks.Causal(), inputs)[0], rtol=1e-5, atol=1e-6)
     if training:
         out.sum().backward()
@@ -308,7 +309,7 @@ def test_a_tensor_that_was_changed_in_between_is_noticed(package, name):
 @pytest.mark.parametrize("nothing", [-math.inf, math.inf])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("slopes", [None, (4,), (2, 4)], ids=str)
-def test_softcap_and_slopes_are_those_of_both(package, monkeypatch, slopes, softcap, nothing):
+def test_softcap_and_slopes_are_those_of_both(package, slopes, softcap, nothing):
     """The kernel is the definition, with either infinity in rows with no key."""
 
     def forward(given, plan):
@@ -317,11 +318,10 @@ def test_softcap_and_slopes_are_those_of_both(package, monkeypatch, slopes, soft
         out, lse = attend(given.query, given.key, given.value, allowed=allowed, **extras)
         return Ran(out, lse.masked_fill(lse == -math.inf, nothing).float())
 
-    monkeypatch.setattr(pairing, "_kernel", lambda _: SimpleNamespace(forward=forward))
     mask = masks.Window(2, 1, "bottom_right")
     extras = {"softcap": softcap, "alibi_slopes": slopes and torch.rand(slopes).double(), "scale": 0.6}
     inputs = inputs_of(mask, 9, 6, sink=sinks(), **extras)
-    out, lse = pair(inputs)
+    out, lse = pair(inputs, executor=with_forward(forward))
     tensors = (inputs.query, inputs.key, inputs.value)
     want = attend(*tensors, allowed=allowed_of(mask, inputs), sink=inputs.sink, **extras)
     assert (lse == nothing).any()
@@ -336,7 +336,7 @@ def test_a_kernel_of_torch(made):
     want = wanted(masks.Causal(), inputs)
     plan = replace(plan_of("flash", PAIR, "expand_kv", *made), device_type="cpu")
     with Spy() as spy:
-        hold(run_repaired(flash.run, replace(inputs), plan), want, trained(inputs))
+        hold(run_repaired(flash.executor, replace(inputs), plan), want, trained(inputs))
     assert spy.seen.count("aten::_scaled_dot_product_flash_attention_for_cpu") == 1
     assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" not in spy.seen
 
@@ -347,7 +347,7 @@ def test_a_mask_that_was_made_a_tensor():
     mask = masks.KeyPadding(lengths=[9, 3])
     inputs = inputs_of(mask, 6, 9, dtype=torch.float32)
     plan = replace(plan_of("flash", PAIR, "materialize_mask", "expand_kv", "cast_mask"), device_type="cpu")
-    hold(run_repaired(flash.run, replace(inputs), plan), wanted(mask, inputs), trained(inputs))
+    hold(run_repaired(flash.executor, replace(inputs), plan), wanted(mask, inputs), trained(inputs))
 
 
 def refuse(**_):
@@ -423,4 +423,4 @@ def test_documents_inside_of_a_graph(package):
 
 @pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
 def test_what_autograd_may_ask_of_the_backward(package, repairs):
-    cudnn_checks.check_backwards(cudnn_fe, "cudnn_fe", PAIR, *repairs)
+    cudnn_checks.check_backwards(cudnn_fe.executor, "cudnn_fe", PAIR, *repairs)

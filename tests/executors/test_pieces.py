@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support import flash_kernel
 from support.mask_objects import HEADS, combined
 from support.reference import TOLERANCE, attend, error
-from support.repair_inputs import inputs_of, lowered, plan
+from support.repair_inputs import executor_of, inputs_of, lowered, plan
 from torch.nn.attention.flex_attention import create_block_mask
 
 from attnroute import masks
@@ -20,7 +20,6 @@ from attnroute.executors.prepare import apply as repairs
 from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.prepare.pieces import BATCH, Cut, cut_mask, pieces
 from attnroute.executors.prepare.pieces import HEADS as OF_HEADS
-from attnroute.executors.registry import executor
 from attnroute.masks.lowered.dense import materialize
 from attnroute.masks.lowered.form import FULL, Extent
 
@@ -100,7 +99,7 @@ SCORES = {
 def test_scores_that_depend_on_rows_and_heads(small_grid, scores, made):
     inputs = inputs_of(5, 6, 3, **scores)
     inputs.mask = lowered(masks.Function(odd) | masks.Causal(), inputs)
-    chunked = executor("chunked")
+    chunked = executor_of("chunked")
     want, want_lse = run_repaired(chunked, replace(inputs), plan(return_lse=True))
     out, lse = run_repaired(chunked, replace(inputs), plan(*made, return_lse=True))
     assert error(out, want) <= TOLERANCE[torch.float32]
@@ -121,7 +120,7 @@ def test_ragged_rows(monkeypatch, small_grid):
         allowed = mask.materialize(6, 6, batch=5)
         want, _ = attend(inputs.query, inputs.key, inputs.value, allowed=allowed)
         prepared = replace(plan("to_varlen", "split_batch", return_lse=True), device_type="cuda")
-        out, lse = run_repaired(flash.run, inputs, prepared)
+        out, lse = run_repaired(flash.executor, inputs, prepared)
         assert error(out, want) <= TOLERANCE[torch.float32]
         assert lse.shape == (5, 4, 6)
 

@@ -10,14 +10,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.reference import TOLERANCE, attend, error
-from support.repair_inputs import FORMS, inputs_of, lowered, plan, reference, stored
+from support.repair_inputs import FORMS, executor_of, inputs_of, lowered, plan, reference, stored
 
 from attnroute import masks
 from attnroute.api.question import strides_of
 from attnroute.engine import repairs
 from attnroute.executors.prepare import apply as preparing
 from attnroute.executors.prepare.apply import run_repaired
-from attnroute.executors.registry import executor
+from attnroute.executors.protocol import Executor
 from attnroute.masks.layout import is_aligned
 from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.question.call import Call, DenseBias, DenseNode, Strides
@@ -69,7 +69,7 @@ def test_the_kernel_gets_what_the_repaired_call_says(form, form_kv, head_dims, h
             call = change[0]
     assume(made)
     made.sort(key=repairs.ORDER.index)
-    out, lse = run_repaired(reference, inputs, plan(*made))
+    out, lse = run_repaired(Executor(reference), inputs, plan(*made))
     assert error(out, want) <= TOLERANCE[torch.float64]
     assert torch.allclose(lse, want_lse)
     (seen,) = reference.seen
@@ -103,7 +103,7 @@ def test_sequences_made_contiguous_have_their_tokens_outermost(form, batch, head
     )
     want, _ = attend(inputs.query, inputs.key, inputs.value)
     made = ("to_varlen", "expand_kv", "pad_head_dim", "contiguous")
-    out, _ = run_repaired(reference, inputs, plan(*(made if expands else (made[0], *made[2:]))))
+    out, _ = run_repaired(Executor(reference), inputs, plan(*(made if expands else (made[0], *made[2:]))))
     torch.testing.assert_close(out, want)
     (seen,) = reference.seen
     for tensor in (seen.query, seen.key, seen.value):
@@ -114,7 +114,7 @@ def test_sequences_made_contiguous_have_their_tokens_outermost(form, batch, head
 def test_padding_keeps_the_scale_of_the_head_that_was_given():
     inputs = inputs_of(head_dims=(5, 3))
     want, _ = attend(inputs.query, inputs.key, inputs.value)
-    out, _ = run_repaired(reference, inputs, plan("pad_head_dim"))
+    out, _ = run_repaired(Executor(reference), inputs, plan("pad_head_dim"))
     assert out.shape == want.shape
     assert error(out, want) <= TOLERANCE[torch.float64]
     (seen,) = reference.seen
@@ -126,7 +126,7 @@ def test_padding_keeps_the_scale_of_the_head_that_was_given():
 
 def test_padding_keeps_a_scale_that_was_given():
     inputs = inputs_of(head_dims=(5, 5), scale=-2.0)
-    run_repaired(reference, inputs, plan("pad_head_dim"))
+    run_repaired(Executor(reference), inputs, plan("pad_head_dim"))
     assert reference.seen[0].scale == -2.0
 
 
@@ -135,7 +135,7 @@ def test_expanded_heads_are_a_real_copy():
     for heads_kv in (1, 2, 4):
         inputs = inputs_of(heads_kv=heads_kv)
         inputs.key = inputs.value = one.expand(-1, heads_kv, -1, -1)
-        run_repaired(reference, inputs, plan("expand_kv"))
+        run_repaired(Executor(reference), inputs, plan("expand_kv"))
         seen = reference.seen[-1]
         assert seen.key.shape[1] == 4
         assert seen.key.is_contiguous()
@@ -146,7 +146,7 @@ def test_what_lies_well_is_not_copied():
     inputs = inputs_of()
     key, value = inputs.key, inputs.value
     inputs.query = stored(inputs.query, "last stride")
-    run_repaired(reference, inputs, plan("contiguous"))
+    run_repaired(Executor(reference), inputs, plan("contiguous"))
     (seen,) = reference.seen
     assert seen.query.is_contiguous()
     assert (seen.key is key, seen.value is value) == (True, True)
@@ -158,7 +158,7 @@ def test_without_repairs_the_kernel_gets_what_was_given():
     dense, bias = torch.rand(5, 7) < 0.5, torch.randn(5, 7)
     for mask, extra, attn in ((None, None, None), (dense, None, dense), (None, bias, bias)):
         part = replace(inputs, mask=FULL if mask is None else replace(FULL, dense=mask), bias=extra)
-        run_repaired(reference, part, plan())
+        run_repaired(Executor(reference), part, plan())
         seen = reference.seen[-1]
         assert seen.attn is attn
         assert all(a is b for a, b in zip((seen.query, seen.key, seen.value), given_tensors, strict=True))
@@ -192,7 +192,7 @@ def test_a_mask_said_as_a_tensor_means_the_same(made, bias, mask):
     want, want_lse = attend(
         inputs.query, inputs.key, inputs.value, allowed=allowed_by(mask, inputs), bias=inputs.bias
     )
-    out, lse = run_repaired(reference, inputs, plan(*made))
+    out, lse = run_repaired(Executor(reference), inputs, plan(*made))
     assert error(out, want) <= TOLERANCE[torch.float64]
     assert torch.equal(lse == -math.inf, want_lse == -math.inf)
     (seen,) = reference.seen
@@ -224,7 +224,7 @@ def test_a_tensor_has_the_shape_that_the_engine_reckons_with(bias, mask):
         if change is not None:
             made.append(repair)
             call = change[0]
-    run_repaired(reference, inputs, plan(*made))
+    run_repaired(Executor(reference), inputs, plan(*made))
     assert not any(isinstance(node, DenseNode) for node in call.mask)
     got, promised = tuple(reference.seen[0].attn.shape), call.bias.shape
     assert got == (1,) * (len(got) - len(promised)) + promised
@@ -235,7 +235,7 @@ def test_a_bias_is_cast_to_the_dtype_of_the_query(dtype):
     inputs = inputs_of()
     inputs.bias = torch.randn(5, 7).to(dtype)
     want, _ = attend(inputs.query, inputs.key, inputs.value, bias=inputs.bias)
-    out, _ = run_repaired(reference, inputs, plan("cast_bias"))
+    out, _ = run_repaired(Executor(reference), inputs, plan("cast_bias"))
     assert reference.seen[0].attn.dtype == torch.float32
     assert error(out, want) <= 1e-6
 
@@ -251,7 +251,9 @@ def test_a_bias_that_is_cast_and_masked_keeps_its_gradient(mask):
     want = torch.autograd.grad(
         attend(inputs.query, inputs.key, inputs.value, allowed=allowed, bias=bias)[0].sum(), bias
     )
-    out, _ = run_repaired(reference, inputs, plan("materialize_mask", "cast_mask", "cast_bias", "align_bias"))
+    out, _ = run_repaired(
+        Executor(reference), inputs, plan("materialize_mask", "cast_mask", "cast_bias", "align_bias")
+    )
     assert error(torch.autograd.grad(out.sum(), bias)[0], want[0], floor=1.0) <= TOLERANCE[torch.float32]
 
 
@@ -272,7 +274,7 @@ def test_rows_without_a_key_are_set_to_zero(kind):
     else:
         inputs.bias = torch.zeros(5, 7).masked_fill(~allowed, -math.inf)
     want, want_lse = attend(inputs.query, inputs.key, inputs.value, allowed=allowed)
-    out, lse = run_repaired(careless, inputs, plan("zero_empty_rows"))
+    out, lse = run_repaired(Executor(careless), inputs, plan("zero_empty_rows"))
     assert error(out, want) <= TOLERANCE[torch.float64]
     assert torch.equal(lse == -math.inf, want_lse == -math.inf)
     assert not (lse == math.inf).any()
@@ -326,7 +328,7 @@ def test_pieces_joined_are_the_whole(problem, made):
     want, want_lse = attend(inputs.query, inputs.key, inputs.value, allowed=allowed, bias=bias)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparing, "GRID_LIMIT", 3)
-        out, lse = run_repaired(reference, inputs, plan("materialize_mask", "cast_mask", *made))
+        out, lse = run_repaired(Executor(reference), inputs, plan("materialize_mask", "cast_mask", *made))
     assert error(out, want) <= TOLERANCE[torch.float64]
     assert torch.equal(lse == -math.inf, want_lse == -math.inf)
     for seen in reference.seen:
@@ -342,9 +344,9 @@ def test_a_real_kernel_in_pieces_gives_what_it_gives_in_one(backend, made, monke
     mask = masks.Dense(torch.rand(7, 6, 5, 7) < 0.7)
     inputs.mask = lowered(mask, inputs)
     given_tensors = [t.requires_grad_() for t in (inputs.query, inputs.key, inputs.value)]
-    whole, _ = run_repaired(executor(backend), replace(inputs), plan("cast_mask", backend=backend))
+    whole, _ = run_repaired(executor_of(backend), replace(inputs), plan("cast_mask", backend=backend))
     monkeypatch.setattr(preparing, "GRID_LIMIT", 4)
-    pieces, _ = run_repaired(executor(backend), replace(inputs), plan("cast_mask", made, backend=backend))
+    pieces, _ = run_repaired(executor_of(backend), replace(inputs), plan("cast_mask", made, backend=backend))
     assert torch.allclose(whole, pieces, atol=1e-6)
     for a, b in zip(
         torch.autograd.grad(pieces.sum(), given_tensors),
@@ -356,7 +358,9 @@ def test_a_real_kernel_in_pieces_gives_what_it_gives_in_one(backend, made, monke
 
 def test_pieces_of_a_kernel_without_a_log_sum_exp_have_none(monkeypatch):
     monkeypatch.setattr(preparing, "GRID_LIMIT", 2)
-    out, lse = run_repaired(lambda inputs, _: (inputs.query, None), inputs_of(5, 2, 2), plan("split_batch"))
+    out, lse = run_repaired(
+        Executor(lambda inputs, _: (inputs.query, None)), inputs_of(5, 2, 2), plan("split_batch")
+    )
     assert (out.shape[0], lse) == (5, None)
 
 
@@ -364,6 +368,6 @@ def test_heads_of_a_group_larger_than_a_piece_stay_together(monkeypatch):
     monkeypatch.setattr(preparing, "GRID_LIMIT", 2)
     inputs = inputs_of(1, 8, 2)
     want, _ = attend(inputs.query, inputs.key, inputs.value)
-    out, _ = run_repaired(reference, inputs, plan("split_heads"))
+    out, _ = run_repaired(Executor(reference), inputs, plan("split_heads"))
     assert error(out, want) <= TOLERANCE[torch.float64]
     assert [seen.key.shape[1] for seen in reference.seen] == [1, 1]

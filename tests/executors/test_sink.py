@@ -12,17 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference import TOLERANCE, attend, error
-from support.repair_inputs import inputs_of, reference
+from support.repair_inputs import executor_of, inputs_of, reference
 from support.spy import Spy, ran
 from torch.utils.checkpoint import checkpoint
 
 import attnroute
 from attnroute import masks
 from attnroute.engine.decide import decide
-from attnroute.executors.inputs import Plan
 from attnroute.executors.prepare import apply as repairs
 from attnroute.executors.prepare.apply import run_repaired
-from attnroute.executors.registry import executor
+from attnroute.executors.protocol import Executor, Plan
 from attnroute.masks.lowered.form import FULL
 from attnroute.question.host import Host
 from attnroute.question.line import parse
@@ -284,7 +283,7 @@ def prepared(**sizes):
 def test_copies_before_the_kernel(made):
     inputs, leaves = prepared(head_dims=(5, 5))
     want, want_lse = attend(*leaves[:3], sink=leaves[3])
-    out, lse = run_repaired(executor("flash"), inputs, plan(*made))
+    out, lse = run_repaired(executor_of("flash"), inputs, plan(*made))
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
     cotangent = torch.randn_like(out)
@@ -301,9 +300,9 @@ def test_pieces_have_the_sinks_of_their_heads(made, training, monkeypatch):
     inputs, leaves = prepared(batch=7, heads=6, heads_kv=3)
     rest = {"training": training}
     with torch.set_grad_enabled(training):
-        whole = run_repaired(executor("flash"), replace(inputs), plan(**rest))
+        whole = run_repaired(executor_of("flash"), replace(inputs), plan(**rest))
         monkeypatch.setattr(repairs, "GRID_LIMIT", 4)
-        pieces = run_repaired(executor("flash"), replace(inputs), plan(*made, **rest))
+        pieces = run_repaired(executor_of("flash"), replace(inputs), plan(*made, **rest))
     for got, expected in zip(pieces, whole, strict=True):
         torch.testing.assert_close(got, expected)
     if training:
@@ -328,7 +327,7 @@ def test_rows_that_are_set_to_zero_keep_their_sink():
     inputs.mask = replace(FULL, dense=allowed)
     want, want_lse = attend(inputs.query, inputs.key, inputs.value, allowed=allowed, sink=inputs.sink)
     with torch.no_grad():
-        out, lse = run_repaired(careless, inputs, plan("zero_empty_rows", training=False))
+        out, lse = run_repaired(Executor(careless), inputs, plan("zero_empty_rows", training=False))
     assert error(out, want) <= TOLERANCE[torch.float64]
     torch.testing.assert_close(lse, want_lse)
 

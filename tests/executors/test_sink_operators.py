@@ -9,12 +9,11 @@ import pytest
 import torch
 from support.cuda_operators import CudaOperators, weights_kept
 from support.reference import attend
-from support.repair_inputs import inputs_of, lowered
+from support.repair_inputs import executor_of, inputs_of, lowered
 
 from attnroute import masks
-from attnroute.executors.inputs import Plan
 from attnroute.executors.prepare.apply import run_repaired
-from attnroute.executors.registry import executor
+from attnroute.executors.protocol import Plan
 
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 LOWER = ("_flash_attention_forward", "_flash_attention_backward")
@@ -132,7 +131,7 @@ def test_forward_and_backward_are_those_of_a_softmax_with_a_sink(case):
     inputs, made = prepared(mask, made, sizes)
     *want, tensors = wanted(replace(inputs), mask)
     with CudaOperators() as mode:
-        found = run_repaired(executor(backend), inputs, plan(backend, made))
+        found = run_repaired(executor_of(backend), inputs, plan(backend, made))
         hold(found, want, tensors)
     assert tuple(mode.seen) == operators
 
@@ -143,7 +142,7 @@ def test_older_kernels_pad_the_log_sum_exp_of_documents(case):
     inputs, made = prepared(mask, made, sizes)
     *want, tensors = wanted(replace(inputs), mask)
     with CudaOperators(padded=True):
-        hold(run_repaired(executor(backend), inputs, plan(backend, made)), want, tensors)
+        hold(run_repaired(executor_of(backend), inputs, plan(backend, made)), want, tensors)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -153,7 +152,7 @@ def test_without_a_gradient_only_the_forward_runs(case, monkeypatch):
     want, want_lse, _ = wanted(replace(inputs), mask)
     monkeypatch.delattr("attnroute.executors.prepare.sink._WithSink")
     with CudaOperators() as mode, torch.no_grad():
-        out, lse = run_repaired(executor(backend), inputs, plan(backend, made, training=False))
+        out, lse = run_repaired(executor_of(backend), inputs, plan(backend, made, training=False))
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
     assert mode.seen == [operators[0]]
@@ -176,7 +175,7 @@ def test_dropped_weights_are_the_same_in_the_backward(case):
     *want, tensors = wanted(replace(inputs), mask, kept)
     torch.manual_seed(5)
     with CudaOperators() as mode:
-        found = run_repaired(executor(backend), inputs, plan(backend, made))
+        found = run_repaired(executor_of(backend), inputs, plan(backend, made))
         hold(found, want, tensors)
     assert tuple(mode.seen) == operators
 
@@ -187,7 +186,7 @@ def test_a_bias_of_efficient_gets_its_gradient(shape):
     inputs.bias = torch.randn(shape, requires_grad=True)
     *want, tensors = wanted(replace(inputs), masks.Causal())
     with CudaOperators():
-        found = run_repaired(executor("efficient"), inputs, plan("efficient", made))
+        found = run_repaired(executor_of("efficient"), inputs, plan("efficient", made))
         hold(found, want, [*tensors, inputs.bias])
 
 
@@ -198,7 +197,7 @@ def test_no_key_and_no_sink_is_nothing(backend):
     inputs.sink = torch.tensor([-math.inf, 0.5, -math.inf, 2.0], requires_grad=True)
     *want, tensors = wanted(replace(inputs), EMPTY_ROWS)
     with CudaOperators():
-        out, lse = run_repaired(executor(backend), inputs, plan(backend, made))
+        out, lse = run_repaired(executor_of(backend), inputs, plan(backend, made))
         hold((out, lse), want, tensors[:3])
         (grad,) = torch.autograd.grad(out.sum(), inputs.sink)
     assert (lse == -math.inf).any()

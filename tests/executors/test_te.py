@@ -66,7 +66,7 @@ def test_calls_bind_to_every_release(monkeypatch, release):
     package = installed(monkeypatch, release)
     for case, made in (("window from the bottom right", ()), ("causal documents", ("to_varlen",))):
         mask, *lengths = (cudnn_checks.PADDED | cudnn_checks.SEQUENCES)[case]
-        check(te, "te", mask, inputs_of(mask, *lengths, sink=sinks()), *made)
+        check(te.executor, "te", mask, inputs_of(mask, *lengths, sink=sinks()), *made)
     names = set().union(*(given for _, given in package.calls))
     has_formats = release >= "2.15"
     assert ({"o_format", "do_format", "dqkv_layout"} <= names) == has_formats
@@ -157,7 +157,7 @@ def test_keys_that_are_left_out_lie_between_sequences(only):
 def test_tensors_that_lie_as_the_package_reads_them_are_not_copied(only):
     query, key, value = (torch.randn(2, 5, 4, 8, dtype=torch.float64) for _ in "qkv")
     views = (t.transpose(1, 2) for t in (query, key, value))
-    te.run(cudnn_checks.Inputs(*views, scale=0.3), plan_of("te", training=False))
+    te.executor.run(cudnn_checks.Inputs(*views, scale=0.3), plan_of("te", training=False))
     given = only.only("fused_attn_fwd")
     assert [given[n].data_ptr() for n in "qkv"] == [t.data_ptr() for t in (query, key, value)]
     assert (given["attn_scale"], given["qkv_layout"], given["o_format"]) == (0.3, "bshd_bshd_bshd", "bshd")
@@ -168,7 +168,7 @@ def test_tensors_that_lie_as_the_package_reads_them_are_not_copied(only):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_backward_is_given_the_same_call(only, deterministic):
     inputs = inputs_of(masks.Window(3, 0, "bottom_right"), 5, 9, scale=0.2)
-    out, _ = te.run(inputs, plan_of("te", deterministic=deterministic))
+    out, _ = te.executor.run(inputs, plan_of("te", deterministic=deterministic))
     torch.autograd.grad(out, [inputs.query, inputs.key, inputs.value], torch.randn_like(out))
     ahead, back = only.only("fused_attn_fwd"), only.only("fused_attn_bwd")
     same = ahead.keys() & back.keys() - {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv"}
@@ -204,14 +204,14 @@ def test_a_backward_before_any_forward_is_an_error(only):
 @pytest.mark.parametrize("case", cudnn_checks.PADDED)
 def test_padded_batches(only, case, form, shift):
     mask, *lengths = cudnn_checks.PADDED[case]
-    check(te, "te", mask, inputs_of(mask, *lengths, form=form, shift=shift))
+    check(te.executor, "te", mask, inputs_of(mask, *lengths, form=form, shift=shift))
 
 
 @pytest.mark.parametrize("case", cudnn_checks.SEQUENCES)
 def test_rows_as_sequences(package, case):
     mask, *lengths = cudnn_checks.SEQUENCES[case]
-    check(te, "te", mask, inputs_of(mask, *lengths), "to_varlen")
-    cudnn_checks.check_without_gradients(te, "te", mask, inputs_of(mask, *lengths), "to_varlen")
+    check(te.executor, "te", mask, inputs_of(mask, *lengths), "to_varlen")
+    cudnn_checks.check_without_gradients(te.executor, "te", mask, inputs_of(mask, *lengths), "to_varlen")
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
@@ -219,13 +219,13 @@ def test_rows_as_sequences(package, case):
 def test_sequences_with_lengths_of_their_own(package, band, with_sink):
     """Among them queries without keys, keys without queries and more queries than keys."""
     mask, inputs = cudnn_checks.sequences_of(*band, sink=sinks() if with_sink else None)
-    check(te, "te", mask, inputs, "to_varlen")
+    check(te.executor, "te", mask, inputs, "to_varlen")
 
 
 @pytest.mark.parametrize("case", ["everything", "causal", "window from the bottom right", "one query"])
 def test_sinks(only, case):
     mask, *lengths = cudnn_checks.PADDED[case]
-    check(te, "te", mask, inputs_of(mask, *lengths, sink=sinks()))
+    check(te.executor, "te", mask, inputs_of(mask, *lengths, sink=sinks()))
     given = only.only("fused_attn_fwd")
     assert given["softmax_type"] == "learnable"
     assert given["softmax_offset"].flatten().tolist() == sinks().tolist()
@@ -236,7 +236,7 @@ def test_a_sink_through_the_log_sum_exp(package, case):
     """The backward gets an output and a log-sum-exp that the forward did not give."""
     made = ("to_varlen",) if case in cudnn_checks.SEQUENCES else ()
     mask, *lengths = (cudnn_checks.PADDED | cudnn_checks.SEQUENCES)[case]
-    runner = SimpleNamespace(run=lambda i, p: run_repaired(te.run, i, p))
+    runner = SimpleNamespace(run=lambda i, p: run_repaired(te.executor, i, p))
     check(runner, "te", mask, inputs_of(mask, *lengths, sink=sinks()), "sink_from_lse", *made)
     assert package.only("fused_attn_fwd")["softmax_type"] == "vanilla"
 
@@ -248,19 +248,19 @@ def test_the_custom_operators_are_what_they_say(only, case):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_compiled_calls(only, backend):
-    cudnn_checks.check_compiled(te, "te", backend)
+    cudnn_checks.check_compiled(te.executor, "te", backend)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(only, use_reentrant):
-    cudnn_checks.check_checkpoint(te, "te", use_reentrant=use_reentrant)
+    cudnn_checks.check_checkpoint(te.executor, "te", use_reentrant=use_reentrant)
     names = [name.removeprefix("fused_attn_") for name, _ in only.calls]
     assert names == ["fwd", "bwd", "fwd", "fwd", "bwd"]
 
 
 @pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])
 def test_what_autograd_may_ask_of_the_backward(only, repairs):
-    cudnn_checks.check_backwards(te, "te", *repairs)
+    cudnn_checks.check_backwards(te.executor, "te", *repairs)
 
 
 def test_a_sink_through_the_log_sum_exp_counts_once_at_inference(only):
@@ -268,6 +268,6 @@ def test_a_sink_through_the_log_sum_exp_counts_once_at_inference(only):
     want, want_lse = attend(inputs.query, inputs.key, inputs.value, sink=inputs.sink)
     plan = plan_of("te", "sink_from_lse", training=False)
     with torch.no_grad():
-        out, lse = run_repaired(te.run, inputs, plan)
+        out, lse = run_repaired(te.executor, inputs, plan)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnroute.engine.decide import decide
-from attnroute.probes import compilers, packages, torch_host
+from attnroute.probes import compilers, torch_host
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.tables.alternatives import names_in
@@ -95,7 +95,7 @@ def test_a_cudnn_that_torch_refuses_is_broken(monkeypatch):
 
     monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
     torch_host.forget()
-    host = torch_host.host_of("cpu", None)
+    host = torch_host.host_of("cpu", None, load().providers)
     torch_host.forget()
     assert "cudnn" not in host.versions
     assert "RuntimeError: cuDNN version incompatibility" in host.broken["cudnn"]
@@ -112,7 +112,7 @@ def test_triton_needs_any_c_compiler(programs, monkeypatch):
 
 
 def test_a_cpu_without_a_compiler_keeps_flex_away_and_says_why(programs):
-    host = torch_host.host_of("cpu", None)
+    host = torch_host.host_of("cpu", None, load().providers)
     assert "c++" not in host.versions
     verdict = decide(CALL, host).verdict("flex")
     assert "c++" in verdict.missing
@@ -124,7 +124,7 @@ def test_a_cpu_with_a_compiler_is_ready(programs, monkeypatch):
     monkeypatch.setenv("CXX", "mine")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(sys, "platform", "linux")
-    host = torch_host.host_of("cpu", None)
+    host = torch_host.host_of("cpu", None, load().providers)
     assert (host.versions["c++"], host.versions["avx2"], host.broken) == ("13.2.0", "present", {})
     assert decide(CALL, host).verdict("flex").status == "eligible"
 
@@ -140,7 +140,7 @@ def test_a_cpu_with_a_compiler_is_ready(programs, monkeypatch):
 def test_a_processor_that_inductor_does_not_take_is_broken(platform, capability, said, monkeypatch):
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
-    assert torch_host.host_of("cpu", None).broken["avx2"] == said
+    assert torch_host.host_of("cpu", None, load().providers).broken["avx2"] == said
 
 
 def test_every_need_is_something_that_a_probe_finds_or_a_flag_gives():
@@ -148,20 +148,20 @@ def test_every_need_is_something_that_a_probe_finds_or_a_flag_gives():
     infos = [tables.info(arch, backend) for arch in tables.arch_names for backend in tables.backends]
     needed = set(names_in(need for info in infos for need in info.needs))
     assert needed >= {"torch", "cudnn", "triton", "c++", "avx2", "flash-attn-3", "xformers"}
-    assert needed <= {"torch", "cudnn", "c++", "avx2"} | packages.PROVIDERS.keys()
+    assert needed <= {"torch", "cudnn", "c++", "avx2"} | tables.providers.by_name.keys()
 
 
 def test_a_missing_c_compiler_breaks_triton(programs, monkeypatch):
     card = SimpleNamespace(major=9, minor=0, name="a card")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: card)
     versions = {"torch": "2.11.0", "cuda": "13.0", "triton": "3.6.0"}
-    monkeypatch.setattr(torch_host, "versions", lambda: versions)
-    host = torch_host.host_of("cuda", 0)
+    monkeypatch.setattr(torch_host, "versions", lambda _: versions)
+    host = torch_host.host_of("cuda", 0, load().providers)
     broken = {"triton": compilers.c_for_triton().problem}
     assert host == Host(arch="sm_90", device_name="a card", versions=versions, broken=broken)
     call = CALL.with_(dtype="bfloat16")
     assert decide(call, host).verdict("flex").missing == ("triton",)
     compilers.c_for_triton.cache_clear()
     programs("gcc")
-    assert torch_host.host_of("cuda", 1).broken == {}
-    assert decide(call, torch_host.host_of("cuda", 1)).verdict("flex").status == "eligible"
+    assert torch_host.host_of("cuda", 1, load().providers).broken == {}
+    assert decide(call, torch_host.host_of("cuda", 1, load().providers)).verdict("flex").status == "eligible"

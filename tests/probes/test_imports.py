@@ -5,25 +5,40 @@ from __future__ import annotations
 import ast
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from support.fake_site import EXTENSION, FLASH_ATTN, NEW_CUTE
 
-import attnroute.executors
 from attnroute.engine.decide import decide
 from attnroute.probes import imports, packages, torch_host
-from attnroute.probes.imports import LIBRARIES, Library
 from attnroute.question.line import parse
 from attnroute.report.text import render_decision
 from attnroute.tables.alternatives import names_in
 from attnroute.tables.load import load
+from attnroute.tables.providers import Library, Providers, libraries_of
 
 CALL = parse("bf16 b1 hq8 sq512 d128")
 COUNTING = "import sys\nsys.flash_attn_imports = getattr(sys, 'flash_attn_imports', 0) + 1\n"
 FA3_FILES = {"flash_attn_3/__init__.py": ""}
+TABLES = load()
+PROVIDERS = TABLES.providers
+WITH_LIBRARIES = [backend for backend in TABLES.backends if libraries_of(TABLES, "any", backend)]
 XFORMERS_FILES = {"xformers/__init__.py": "", "xformers/flash_attn_3/__init__.py": ""}
+
+
+def check(backend):
+    return imports.check(libraries_of(TABLES, "any", backend), PROVIDERS)
+
+
+def settle(backend):
+    return imports.mark_if_broken(libraries_of(TABLES, "any", backend), PROVIDERS)
+
+
+def check_installed():
+    imports.check_installed([libraries_of(TABLES, "any", backend) for backend in TABLES.backends], PROVIDERS)
 
 
 @pytest.fixture
@@ -39,26 +54,26 @@ def fa4(site, monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("backend", ["flash", "cudnn", "math", "flex", "chunked", "efficient", "nothing"])
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "math", "flex", "chunked", "efficient"])
 def test_backends_of_torch_itself_have_nothing_to_import(backend):
-    assert imports.check(backend) is None
-    assert imports.settle(backend) is None
+    assert check(backend) is None
+    assert settle(backend) is None
 
 
 @pytest.mark.usefixtures("site")
 def test_what_is_not_installed_cannot_be_imported():
-    said = imports.check("fa2")
+    said = check("fa2")
     assert said.startswith("importing flash_attn.flash_attn_interface raises ModuleNotFoundError: ")
 
 
 def test_a_package_that_can_be_imported_is_imported_once(fa4):
     fa4()
-    assert imports.check("fa4") is None
+    assert check("fa4") is None
     del sys.modules["flash_attn.cute.interface"]
-    assert imports.check("fa4") is None
-    assert imports.settle("fa4") is None
+    assert check("fa4") is None
+    assert settle("fa4") is None
     assert sys.flash_attn_imports == 1
-    assert packages.broken() == {}
+    assert packages.broken(PROVIDERS) == {}
 
 
 @pytest.mark.parametrize(
@@ -76,18 +91,18 @@ def test_a_package_that_can_be_imported_is_imported_once(fa4):
 def test_whatever_an_import_raises_is_said_in_one_line_and_not_tried_again(fa4, line, said):
     fa4(line)
     expected = f"importing flash_attn.cute.interface raises {said}"
-    assert imports.check("fa4") == imports.check("fa4") == expected
+    assert check("fa4") == check("fa4") == expected
     assert sys.flash_attn_imports == 1
-    assert packages.broken() == {}
+    assert packages.broken(PROVIDERS) == {}
 
 
 def test_an_interrupt_is_no_fault_of_the_package(fa4):
     fa4("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
-        imports.check("fa4")
-    assert packages.broken() == {}
+        check("fa4")
+    assert packages.broken(PROVIDERS) == {}
     fa4()
-    assert imports.check("fa4") is None
+    assert check("fa4") is None
 
 
 @pytest.mark.parametrize(
@@ -105,8 +120,8 @@ def test_an_interrupt_is_no_fault_of_the_package(fa4):
 def test_a_package_that_ends_the_process_is_broken(fa4, line, said):
     fa4(line)
     expected = f"importing flash_attn.cute.interface raises {said}"
-    assert imports.settle("fa4") == expected
-    assert packages.broken()["flash-attn-4"] == expected
+    assert settle("fa4") == expected
+    assert packages.broken(PROVIDERS)["flash-attn-4"] == expected
 
 
 def test_an_exit_that_a_signal_asks_for_passes(fa4):
@@ -115,21 +130,21 @@ def test_an_exit_that_a_signal_asks_for_passes(fa4):
     try:
         fa4("import os, signal; os.kill(os.getpid(), signal.SIGTERM); [0 for _ in range(10**6)]")
         with pytest.raises(SystemExit, match="143"):
-            imports.check("fa4")
+            check("fa4")
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert packages.broken() == {}
+    assert packages.broken(PROVIDERS) == {}
 
 
 def test_warnings_as_errors_break_no_package(fa4, recwarn):
     fa4("import warnings; warnings.warn('old')")
-    assert imports.check("fa4") is None
+    assert check("fa4") is None
     assert not recwarn.list
 
 
 def on(arch):
     """Return this machine as if it had a card of an architecture."""
-    host = torch_host.host_of("cpu", None)
+    host = torch_host.host_of("cpu", None, PROVIDERS)
     versions = {"torch": "2.11.0", "cudnn": "9.19.0"}
     return host.model_copy(update={"arch": arch}).with_versions(versions)
 
@@ -137,9 +152,9 @@ def on(arch):
 def test_a_broken_install_is_unavailable_with_its_error(fa4):
     fa4("sys.no_such_thing")
     assert decide(CALL, on("sm_100")).verdict("fa4").status == "eligible"
-    said = imports.settle("fa4")
+    said = settle("fa4")
     host = on("sm_100")
-    assert host.broken["flash-attn-4"] == said == imports.settle("fa4")
+    assert host.broken["flash-attn-4"] == said == settle("fa4")
     assert host.versions["flash-attn-4"] == "4.0.0b36"
     found = decide(CALL, host)
     assert found.selected not in ("fa4", "flex_fa4")
@@ -150,14 +165,14 @@ def test_a_broken_install_is_unavailable_with_its_error(fa4):
 
 
 def test_hosts_are_the_same_object_until_something_is_marked():
-    before = torch_host.host_of("cpu", None)
+    before = torch_host.host_of("cpu", None, PROVIDERS)
     try:
-        assert torch_host.host_of("cpu", None) is before
+        assert torch_host.host_of("cpu", None, PROVIDERS) is before
         imports.mark_broken("flash-attn-3", "no such luck")
-        assert torch_host.host_of("cpu", None).broken["flash-attn-3"] == "no such luck"
+        assert torch_host.host_of("cpu", None, PROVIDERS).broken["flash-attn-3"] == "no such luck"
     finally:
         imports.forget()
-    assert torch_host.host_of("cpu", None) == before
+    assert torch_host.host_of("cpu", None, PROVIDERS) == before
 
 
 def install_fa3(site, *, theirs=None, of_xformers=None):
@@ -185,38 +200,37 @@ FAILS = "raise OSError('no kernel')\n"
 )
 def test_fa3_is_broken_where_neither_copy_can_be_imported(site, theirs, of_xformers, broken):
     install_fa3(site, theirs=theirs, of_xformers=of_xformers)
-    said = imports.settle("fa3")
-    assert packages.broken().keys() == broken
+    said = settle("fa3")
+    assert packages.broken(PROVIDERS).keys() == broken
     assert (said is None) is not bool(broken)
     for copy in broken:
-        assert packages.broken()[copy] in said
+        assert packages.broken(PROVIDERS)[copy] in said
     verdict = decide(CALL, on("sm_90")).verdict("fa3")
     assert verdict.missing == (("flash-attn-3 | xformers",) if broken else ())
 
 
 def test_the_second_copy_of_fa3_is_left_alone_once_the_first_is_imported(site):
     install_fa3(site, theirs="", of_xformers=FAILS)
-    assert imports.check("fa3") is None
+    assert check("fa3") is None
     assert "xformers" not in sys.modules
 
 
-def test_an_operator_that_is_registered_already_is_not_registered_again(site, monkeypatch):
+def test_an_operator_that_is_registered_already_is_not_registered_again(site):
     site.install("other", "1.0", {"flash_attn_3/__init__.py": FAILS})
-    given = (Library("other", "flash_attn_3", "attnroute_probe_test::fwd"),)
-    monkeypatch.setitem(LIBRARIES, "fa3", given)
+    given = Library("other", "flash_attn_3", "attnroute_probe_test::fwd")
+    providers = Providers({})
     with torch.library._scoped_library("attnroute_probe_test", "DEF") as library:
         library.define("fwd(Tensor x) -> Tensor")
-        assert imports.check("fa3") is None
-    imports.forget()
-    monkeypatch.setitem(LIBRARIES, "fa3", (given[0]._replace(operator="attnroute_probe_test::none"),))
-    assert imports.check("fa3") == "importing flash_attn_3 raises OSError: no kernel"
+        assert imports.check(((given,),), providers) is None
+    other = given._replace(operator="attnroute_probe_test::none")
+    assert imports.check(((other,),), providers) == "importing flash_attn_3 raises OSError: no kernel"
 
 
 def test_only_what_is_installed_is_imported_for_a_probe(fa4, site, capsys):
     fa4("print('welcome')")
     site.install("flash-attn", "2.8.3", FLASH_ATTN | {"flash_attn/flash_attn_interface.py": FAILS})
-    imports.settle_installed()
-    assert packages.broken().keys() == {"flash-attn"}
+    check_installed()
+    assert packages.broken(PROVIDERS).keys() == {"flash-attn"}
     out, err = capsys.readouterr()
     assert (out, err) == ("", "welcome\n")
     assert not {"cudnn", "transformer_engine", "xformers"} & sys.modules.keys()
@@ -224,43 +238,40 @@ def test_only_what_is_installed_is_imported_for_a_probe(fa4, site, capsys):
 
 def test_nothing_is_imported_whose_files_are_known_to_be_wrong(site):
     site.install("flash-attn", "2.8.3", {"flash_attn/__init__.py": "raise SystemExit\n"})
-    imports.settle_installed()
-    assert packages.broken().keys() == {"flash-attn"}
+    check_installed()
+    assert packages.broken(PROVIDERS).keys() == {"flash-attn"}
     assert "flash_attn" not in sys.modules
 
 
 def test_forgetting_looks_again(fa4, site):
     fa4("sys.no_such_thing")
-    imports.settle("fa4")
+    settle("fa4")
     fa4()
     imports.forget()
-    assert torch_host.host_of("cpu", None).broken == on("sm_90").broken
-    assert imports.settle("fa4") is None
+    assert torch_host.host_of("cpu", None, PROVIDERS).broken == on("sm_90").broken
+    assert settle("fa4") is None
     site.uninstall("flash-attn-4")
     imports.forget()
-    assert "flash-attn-4" not in torch_host.versions()
+    assert "flash-attn-4" not in torch_host.versions(PROVIDERS)
 
 
-def test_every_backend_with_packages_of_its_own_is_checked_by_one_that_it_needs():
-    tables = load()
-    own = packages.PROVIDERS.keys() - {"triton", "transformers"}
-    needs = {b: names_in(tables.backends[b].needs) for b in tables.backends}
-    assert LIBRARIES.keys() == {backend for backend, names in needs.items() if own & set(names)}
-    for backend, libraries in LIBRARIES.items():
-        assert {library.provider for library in libraries} <= own & set(needs[backend])
+def test_every_backend_that_needs_a_package_of_its_own_imports_one():
+    own = {name for name, provider in PROVIDERS.by_name.items() if provider.parts}
+    needs = {b: set(names_in(info.needs)) for b, info in TABLES.backends.items()}
+    assert [backend for backend, names in needs.items() if own & names] == WITH_LIBRARIES
 
 
-@pytest.mark.parametrize("backend", sorted(LIBRARIES.keys() - {"flex_fa4"}))
+@pytest.mark.parametrize("backend", [name for name in WITH_LIBRARIES if name != "flex_fa4"])
 def test_what_is_checked_is_what_the_executor_imports(backend):
     # flex_fa4 leaves the import to torch.
-    path = Path(attnroute.executors.__path__[0]) / "packages" / f"{backend}.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    path = find_spec(TABLES.backends[backend].module).origin
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    assert {library.module for library in LIBRARIES[backend]} <= words
+    assert {one.module for several in libraries_of(TABLES, "any", backend) for one in several} <= words
 
 
 def test_a_compiled_module_that_is_none_is_an_error_of_its_own(site):
     site.install("flash-attn-3", "3.0.0", FA3_FILES | {f"flash_attn_3/_C{EXTENSION}": "no machine code"})
-    assert packages.installed() == {"flash-attn-3": "3.0.0"}
-    assert imports.settle("fa3").startswith("importing flash_attn_3._C raises ImportError: ")
+    assert packages.installed(PROVIDERS) == {"flash-attn-3": "3.0.0"}
+    assert settle("fa3").startswith("importing flash_attn_3._C raises ImportError: ")
     assert decide(CALL, on("sm_90")).verdict("fa3").status == "unavailable"

@@ -11,15 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fake_site import EXTENSION, FLASH_ATTN, NEW_CUTE, OLD_CUTE, Site, path_of
 
+from attnroute import foreign
 from attnroute.probes import packages
-from attnroute.probes.packages import PROVIDERS, Survey
+from attnroute.probes.packages import Survey
+from attnroute.tables.load import load
 
 FA2_8 = FLASH_ATTN | OLD_CUTE
 
 
 def survey():
     packages.forget()
-    return packages.survey()
+    return packages.survey(load().providers)
 
 
 def test_nothing_is_installed(site):
@@ -233,7 +235,7 @@ def test_whatever_is_raised_while_a_package_is_looked_at_breaks_that_package_alo
 ):
     site.install("flash-attn", "2.8.3", FLASH_ATTN)
     site.install("xformers", "0.0.33", {"xformers/flash_attn_3/_C.py": ""})
-    home = packages.metadata if asked == "distribution" else packages
+    home = packages.metadata if asked == "distribution" else foreign
     real = getattr(home, asked)
 
     def look(name):
@@ -273,10 +275,10 @@ def test_a_folder_of_metadata_that_was_left_empty_raises_nothing(site):
 def test_a_module_is_located_without_importing_what_is_around_it(site):
     bomb = 'raise RuntimeError("imported")\n'
     site.install("xformers", "1", {"xformers/__init__.py": bomb, "xformers/inner/deep/leaf.py": bomb})
-    assert packages.locate("xformers.inner.deep.leaf").origin.endswith("leaf.py")
-    assert packages.locate("xformers.inner.other") is None
-    assert packages.locate("xformers.inner.deep.leaf.more") is None
-    assert packages.locate("nothing_of_this_name.inner") is None
+    assert foreign.locate("xformers.inner.deep.leaf").origin.endswith("leaf.py")
+    assert foreign.locate("xformers.inner.other") is None
+    assert foreign.locate("xformers.inner.deep.leaf.more") is None
+    assert foreign.locate("nothing_of_this_name.inner") is None
 
 
 def test_a_module_without_a_spec_is_found_nowhere(site, monkeypatch):
@@ -284,13 +286,13 @@ def test_a_module_without_a_spec_is_found_nowhere(site, monkeypatch):
     stand_in = ModuleType("flash_attn")
     stand_in.__spec__ = None
     monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
-    assert packages.locate("flash_attn.cute") is None
+    assert foreign.locate("flash_attn.cute") is None
     site.install("flash-attn-4", "4.0.0b36", NEW_CUTE)
     assert "flash-attn-4" in survey().broken
 
 
 def test_every_distribution_of_the_issue_is_looked_for():
-    assert PROVIDERS.keys() >= {
+    assert load().providers.by_name.keys() >= {
         "flash-attn",
         "flash-attn-3",
         "flash-attn-4",

@@ -63,6 +63,7 @@ def test_a_feature_answer_and_a_backend_are_printed() -> None:
     assert "answer     unknown\n" in render_row(Row("any/alpha/feature-vmap", "any/alpha.toml", answer))
     info = BackendInfo(
         title="Alpha",
+        module="attnroute.executors.aten.math",
         provider="torch",
         needs=["torch", "cudnn"],
         versions_known={"torch": ">=2.5"},

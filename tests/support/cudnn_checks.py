@@ -14,9 +14,9 @@ from support.reference import attend
 from support.repair_inputs import stored
 
 from attnroute import masks
-from attnroute.executors.inputs import Inputs, Plan
 from attnroute.executors.packages.request import Request
 from attnroute.executors.prepare.apply import run_repaired
+from attnroute.executors.protocol import Inputs, Plan
 from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.masks.objects.ragged import Ragged
 
@@ -213,7 +213,7 @@ def check_backwards(executor, backend, *repairs, form="packed"):
 
     def run():
         given = replace(inputs)
-        return run_repaired(executor.run, given, plan_of(backend, *repairs))[0]
+        return run_repaired(executor, given, plan_of(backend, *repairs))[0]
 
     for each in backwards.CHECKS:
         each(run, leaves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -24,20 +25,20 @@ class Fakes:
         self._executor = executor
         self._errors = {}
 
-    def __call__(self, backend):
-        run = self._executor(backend)
+    def __call__(self, backend, module):
+        found = self._executor(backend, module)
 
         def counted(inputs, plan):
             self.asked[backend] += 1
             if backend not in self._errors:
-                return run(inputs, plan)
+                return found.run(inputs, plan)
             draws_on = inputs.query.device if inputs.dropout_p else None
             with launch.before_launch(backend, draws_on=draws_on):
                 torch.rand(3)
                 error = self._errors[backend]()
                 raise error
 
-        return counted
+        return replace(found, run=counted)
 
     def refuse(self, *backends, raising=REFUSAL):
         self._errors.update(dict.fromkeys(backends, raising))

@@ -8,10 +8,16 @@ import torch
 from hypothesis import strategies as st
 from support.reference import attend
 
-from attnroute.executors.inputs import Inputs, Plan
+from attnroute.executors import registry
+from attnroute.executors.protocol import Inputs, Plan
 from attnroute.masks.lowered.form import FULL, Extent
+from attnroute.tables.load import load
 
 FORMS = st.sampled_from(["packed", "bshd", "row gap", "last stride", "shifted", "expanded"])
+
+
+def executor_of(backend):
+    return registry.executor(backend, load().backends[backend].module)
 
 
 def plan(*made, backend="math", return_lse=False):

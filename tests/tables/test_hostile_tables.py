@@ -136,7 +136,8 @@ def test_one_sentence_names_file_and_row(case, tmp_path, capsys):
 
 
 def test_a_backend_without_an_answer_about_a_feature(tmp_path):
-    head = 'title = "A backend"\nprovider = "torch"\nneeds = []\nversions_known = {}\noperators = []\n'
+    head = 'title = "A backend"\nmodule = "mine"\nprovider = "torch"\nneeds = []\n'
+    head += "versions_known = {}\noperators = []\n"
     files = {"any/mine.toml": f'[backend]\n{head}memory = "linear"\n', "sm_90/mine.toml": ""}
     tables = load(put(tmp_path / "mine", files))
     with pytest.raises(TableError, match=r"any/mine\.toml: features\.gqa requires true, false"):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.own_tables import own_overlay
 
-from attnroute.tables import lint as lint_module
 from attnroute.tables.lint import lint
 from attnroute.tables.load import Tables, load, shipped_folder
 
@@ -303,21 +302,10 @@ def test_no_stock_order_that_always_applies(broken):
     assert "without a condition" in only(problems(broken), "any/stock.toml", "order")
 
 
-def test_a_backend_without_an_executor(broken, monkeypatch, tmp_path):
-    modules = tmp_path / "executors"
-    shutil.copytree(lint_module.EXECUTORS, modules, ignore=shutil.ignore_patterns("__pycache__", "cudnn.py"))
-    monkeypatch.setattr(lint_module, "EXECUTORS", modules)
-    assert "run() for cudnn" in only(problems(broken), "any/cudnn.toml", "")
-
-
-def test_an_executor_without_a_table(broken, monkeypatch, tmp_path):
-    modules = tmp_path / "executors"
-    shutil.copytree(lint_module.EXECUTORS, modules, ignore=shutil.ignore_patterns("__pycache__"))
-    (modules / "extra.py").write_text(
-        "\ndef run(inputs: Inputs, plan: Plan) -> Output:\n    ...\n", encoding="utf-8"
-    )
-    monkeypatch.setattr(lint_module, "EXECUTORS", modules)
-    assert "is required by attnroute/executors/extra.py" in only(problems(broken), "any/extra.toml", "")
+def test_a_backend_whose_module_is_nowhere(broken):
+    replace(broken / "any" / "cudnn.toml", "attnroute.executors.aten.cudnn", "attnroute.executors.gone")
+    sentence = only(problems(broken), "any/cudnn.toml", "backend.module")
+    assert "got attnroute.executors.gone, which is not found" in sentence
 
 
 def test_inheritance_from_nowhere(broken):

@@ -19,6 +19,7 @@ provider = "torch"
 needs = ["torch"]
 versions_known = { torch = ">=2.5" }
 operators = ["aten::mm"]
+module = "attnroute.executors.aten.math"
 memory = "linear"
 """
 

@@ -22,6 +22,7 @@ provider = "torch"
 needs = ["torch", "triton"]
 versions_known = { torch = ">=2.5" }
 operators = ["aten::mm"]
+module = "attnroute.executors.aten.math"
 memory = "linear"
 first_call_seconds = [1, 2]
 """

@@ -41,9 +41,9 @@ CALL = Call(
         ("cudnn", "9.10.2.21", "9.10.2"),
         ("cudnn", "9.19.0", "9.19.0"),
         ("nvidia-cudnn-frontend", "1.29.0.1", "1.29.0.1"),
-        ("flash-attn-4", "4.0.0b36", "4.0.0b36"),
-        ("flash-attn-4", "4.0.0b36+local", "4.0.0b36"),
-        ("flash-attn-4", "4.0.0b11.dev3", "4.0.0b11.dev3"),
+        ("flash-attn-4", "4.0.0b36", "4.0.0"),
+        ("flash-attn-4", "4.0.0b36+local", "4.0.0"),
+        ("flash-attn-4", "4.0.0b11.dev3", "4.0.0"),
         ("flash-attn-4", "4.0.0", "4.0.0"),
     ],
 )

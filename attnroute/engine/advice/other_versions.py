@@ -16,7 +16,7 @@ from attnroute.engine.select import Judgement, Selection
 from attnroute.question.host import Host
 from attnroute.tables.alternatives import alternatives
 from attnroute.tables.points import end_of, points
-from attnroute.tables.versions import comparable, contains, version_of
+from attnroute.tables.versions import contains, is_newer, version_of
 
 _BUILT_IN: Final = frozenset({"avx2"})
 """What nobody can install."""
@@ -122,7 +122,7 @@ class _Backend:
     def newer(self, name: str) -> list[Version]:
         """Return the versions of a distribution at which something changes, above the one that is there."""
         present = version_of(name, self._host.versions)
-        return [p for p in self.known(name) if present is None or p > comparable(name, present)]
+        return [p for p in self.known(name) if present is None or is_newer(name, p, present)]
 
     def known(self, name: str) -> list[Version]:
         """Return the versions of a distribution at which something changes, the first one included."""

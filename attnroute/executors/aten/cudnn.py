@@ -9,8 +9,7 @@ from torch import Tensor
 
 from attnroute.executors.aten.bindings import operator_of
 from attnroute.executors.gradients import fitted, watch
-from attnroute.executors.inputs import Inputs, Output, Plan
-from attnroute.executors.prepare.sink import Grads, Ran, Wanted
+from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
 from attnroute.masks.lowered.form import as_4d
 
 
@@ -67,3 +66,6 @@ def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
         False,
         scale=inputs.scale,
     )
+
+
+executor = Executor(run, Pair(forward, backward))

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnroute.executors.gradients import fitted, watch
-from attnroute.executors.inputs import Inputs, Output, Plan
 from attnroute.executors.prepare.apply import empty_rows
-from attnroute.executors.prepare.sink import Grads, Ran, Wanted
+from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
 from attnroute.masks.lowered.form import as_4d
 
 CAUSAL_BOTTOM_RIGHT: Final = 2
@@ -148,3 +147,6 @@ def _bottom_right_backward(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
     )
     grad_query, grad_key, grad_value = (t.transpose(1, 2) for t in grads)
     return grad_query, grad_key, grad_value, None
+
+
+executor = Executor(run, Pair(forward, backward))

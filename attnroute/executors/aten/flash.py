@@ -16,9 +16,8 @@ from torch import Tensor
 from attnroute.executors.aten import flash_backward, flash_ragged
 from attnroute.executors.aten.bindings import operator_of
 from attnroute.executors.gradients import fitted, watch
-from attnroute.executors.inputs import Inputs, Output, Plan
 from attnroute.executors.prepare.apply import empty_rows
-from attnroute.executors.prepare.sink import Grads, Ran, Wanted
+from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
 from attnroute.masks.lowered.form import as_4d
 
 
@@ -116,3 +115,6 @@ def _window(inputs: Inputs) -> tuple[Any, ...]:
         window_size_right=right,
     )
     return out.transpose(1, 2), *rest
+
+
+executor = Executor(run, Pair(forward, backward))

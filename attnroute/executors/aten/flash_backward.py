@@ -15,8 +15,7 @@ from attnroute.masks.lowered.form import as_4d
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnroute.executors.inputs import Inputs
-    from attnroute.executors.prepare.sink import Grads, Ran
+    from attnroute.executors.protocol import Grads, Inputs, Ran
 
 
 def cpu(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:

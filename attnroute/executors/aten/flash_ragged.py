@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnroute.executors.inputs import Inputs
+from attnroute.executors.protocol import Inputs
 from attnroute.masks.lowered import sequences
 from attnroute.masks.lowered.sequences import Rows
 

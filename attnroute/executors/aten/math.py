@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnroute.executors.inputs import Inputs, Output, Plan
+from attnroute.executors.protocol import Executor, Inputs, Output, Plan
 from attnroute.masks.lowered.form import as_4d
 
 
@@ -22,3 +22,6 @@ def run(inputs: Inputs, plan: Plan) -> Output:
         enable_gqa=bool(inputs.query.shape[1] != inputs.key.shape[1]),
     )
     return out, None
+
+
+executor = Executor(run)

@@ -18,7 +18,7 @@ from attnroute.masks.lowered.region import Region, allowed
 
 if TYPE_CHECKING:
     from attnroute.executors.chunked.tile import Spec
-    from attnroute.executors.inputs import ScoreMod
+    from attnroute.executors.protocol import ScoreMod
     from attnroute.masks.lowered.form import LoweredMask
 
 

@@ -17,14 +17,14 @@ from attnroute.executors.chunked.operator import attend_compiled
 from attnroute.executors.chunked.plan import Limits
 from attnroute.executors.chunked.tile import Extras, Spec
 from attnroute.executors.chunked.whole import one_block
-from attnroute.executors.inputs import Inputs, Output, Plan
+from attnroute.executors.protocol import Executor, Inputs, Output, Plan
 from attnroute.masks.lowered.form import FULL, LoweredMask
 from attnroute.masks.tracing import is_traced
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnroute.executors.inputs import ScoreMod
+    from attnroute.executors.protocol import ScoreMod
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -247,3 +247,6 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return len(shape) <= len(full) and all(
         size in (1, whole) for size, whole in zip(shape[::-1], full[::-1], strict=False)
     )
+
+
+executor = Executor(run)

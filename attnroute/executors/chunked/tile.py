@@ -17,7 +17,7 @@ from attnroute.masks.lowered.region import Region, allowed
 
 if TYPE_CHECKING:
     from attnroute.executors.chunked.plan import Block, Chunk, Geometry, Limits
-    from attnroute.executors.inputs import ScoreMod
+    from attnroute.executors.protocol import ScoreMod
     from attnroute.masks.lowered.form import LoweredMask
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnroute.executors.flex import run as flex
+from attnroute.executors.protocol import Executor
 
 if TYPE_CHECKING:
-    from attnroute.executors.inputs import Inputs, Output, Plan
+    from attnroute.executors.protocol import Inputs, Output, Plan
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:
@@ -20,3 +21,6 @@ def run(inputs: Inputs, plan: Plan) -> Output:
         NotCompiledError: torch.compile cannot compile here, or has compiled this structure too often.
     """
     return flex.run_as("flex_fa4", inputs, plan)
+
+
+executor = Executor(run, compiled_seconds=flex.compiled_seconds)

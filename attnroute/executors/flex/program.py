@@ -18,7 +18,7 @@ from attnroute.masks.tracing import is_tracing
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from attnroute.executors.inputs import Inputs
+    from attnroute.executors.protocol import Inputs
     from attnroute.masks.lowered.form import LoweredMask
 
 BANDS_KEPT: Final = 64

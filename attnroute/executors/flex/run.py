@@ -16,13 +16,14 @@ from attnroute.executors.flex import compile as compiling
 from attnroute.executors.flex import operator as flex_op
 from attnroute.executors.flex.key import key_of
 from attnroute.executors.flex.program import Blocked, Part, blocked, scored
+from attnroute.executors.protocol import Executor
 from attnroute.masks.lowered.blocks import BLOCK
 from attnroute.masks.tracing import is_traced
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnroute.executors.inputs import Inputs, Output, Plan
+    from attnroute.executors.protocol import Inputs, Output, Plan
 
 _BACKEND: Final = "BACKEND"
 _BLOCK_SIZE: Final = ("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE")
@@ -73,6 +74,12 @@ def key(inputs: Inputs, plan: Plan) -> Hashable:
     return key_of((inputs.query, inputs.key, inputs.value), *_program(inputs, plan))
 
 
+def compiled_seconds(inputs: Inputs, plan: Plan) -> float | None:
+    """Return how long the structure of a call took to compile in this process, None where it was not."""
+    found = compiling.compiled(key(inputs, plan)) if compiling.entries() else None
+    return None if found is None or not found.seconds else sum(found.seconds)
+
+
 def _program(inputs: Inputs, plan: Plan) -> tuple[Blocked, Part, compiling.Settings]:
     # Kernels that take the place of Triton's are written in CuTe DSL.
     cute = _BACKEND in dict(plan.options)
@@ -113,3 +120,6 @@ def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     known = lse.masked_fill(empty, 0.0)
     weight = torch.sigmoid(known - logit).masked_fill(empty, 0.0)
     return (out * weight[..., None]).to(out.dtype), torch.where(empty, logit, torch.logaddexp(known, logit))
+
+
+executor = Executor(run, compiled_seconds=compiled_seconds)

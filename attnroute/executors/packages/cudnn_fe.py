@@ -110,5 +110,4 @@ def _sums(request: Request) -> tuple[Tensor | None, Tensor | None]:
     return torch.cat([sums_q[:1], ends_q]), torch.cat([sums_kv[:1], ends_kv])
 
 
-_external = External("cudnn_fe", _Kernel())
-run, forward, backward = _external.run, _external.forward, _external.backward
+executor = External("cudnn_fe", _Kernel()).executor

@@ -20,10 +20,9 @@ from attnroute.errors import KernelRefusedError
 from attnroute.executors import first_call, launch
 from attnroute.executors.batched_gradients import in_turn
 from attnroute.executors.gradients import fitted
-from attnroute.executors.inputs import Inputs, Output, Plan
 from attnroute.executors.packages.request import SCHEMA, Request, packed, padded, request_of, swapped
 from attnroute.executors.prepare import from_lse
-from attnroute.executors.prepare.sink import Grads, Ran, Wanted
+from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
 from attnroute.masks.tracing import is_traced
 
 _FIELDS = len(Request._fields)
@@ -65,8 +64,8 @@ class Kernel(Protocol):
     """How a package's kernel is launched. Both run without autograd, inside `before_launch`.
 
     A kernel whose log-sum-exp is never +inf may say `says_infinity = False`, which saves two small kernels;
-    one that is compiled at its first call says `compiles = True`, so that the user hears of it; one that
-    takes padded batches in layout bhsd says `heads_first = True` and is spared views, which cost the host.
+    one that takes padded batches in layout bhsd says `heads_first = True` and is spared views, which cost the
+    host.
     """
 
     def forward(self, request: Request, /) -> Launched:
@@ -93,7 +92,6 @@ class External:
         self._backend = backend
         self._kernel = kernel
         self._says_infinity = getattr(kernel, "says_infinity", True)
-        self._compiles = getattr(kernel, "compiles", False)
         self._heads_first = getattr(kernel, "heads_first", False)
         self._forward = torch.library.custom_op(
             f"attnroute::{backend}",
@@ -113,6 +111,11 @@ class External:
         self._forward.register_fake(_fake_forward)
         self._backward.register_fake(_fake_backward)
         self._forward.register_autograd(self._gradients, setup_context=_save)
+
+    @property
+    def executor(self) -> Executor:
+        """What the backend's module offers."""
+        return Executor(self.run, Pair(self.forward, self.backward))
 
     def run(self, inputs: Inputs, plan: Plan) -> Output:
         """Run one call."""
@@ -208,7 +211,7 @@ class External:
     def _shown(self, direction: str, request: Request) -> AbstractContextManager[Any]:
         """Show the launch to a profiler or a dispatch mode, and a first call that compiles to the user."""
         name = self._backend if direction == "forward" else f"{self._backend}_backward"
-        if not self._compiles or not first_call.is_first(name, _code_of(request)):
+        if not first_call.has_listener(self._backend) or not first_call.is_first(name, _code_of(request)):
             return _mark(name)
         heads = f"{request.query.shape[-1]}, {request.value.shape[-1]}"
         text = f"{direction} of {str(request.query.dtype).removeprefix('torch.')}, head dimensions {heads}"

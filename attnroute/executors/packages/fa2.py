@@ -217,5 +217,4 @@ def _diagonal(request: Request) -> Tensor:
     return places + (lengths_kv - sums_q.diff())[ids]
 
 
-_external = External("fa2", _Kernel())
-run, forward, backward = _external.run, _external.forward, _external.backward
+executor = External("fa2", _Kernel()).executor

@@ -122,5 +122,4 @@ def _splits(request: Request) -> int:
     return int(request.option("num_splits") or 1)
 
 
-_external = External("fa3", _Kernel())
-run, forward, backward = _external.run, _external.forward, _external.backward
+executor = External("fa3", _Kernel()).executor

@@ -39,7 +39,6 @@ class _Kernel:
     """Both functions on one request."""
 
     says_infinity = False
-    compiles = True
 
     def forward(self, request: Request) -> Launched:
         """Launch the forward."""
@@ -117,5 +116,4 @@ def _call(function: str, **arguments: Any) -> Any:
     return getattr(_interface(), function)(**arguments)
 
 
-_external = External("fa4", _Kernel())
-run, forward, backward = _external.run, _external.forward, _external.backward
+executor = External("fa4", _Kernel()).executor

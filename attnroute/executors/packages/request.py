@@ -10,7 +10,7 @@ from attnroute.executors.aten import flash_ragged
 from attnroute.masks.tracing import is_traced
 
 if TYPE_CHECKING:
-    from attnroute.executors.inputs import Inputs, Plan
+    from attnroute.executors.protocol import Inputs, Plan
 
 
 class Request(NamedTuple):

@@ -186,5 +186,4 @@ def _per_token(lse: Tensor, sums_q: Tensor, total: int) -> Tensor:
     return lse.T if lse.dim() == 2 else flash_ragged._per_token(lse, sums_q, total)
 
 
-_external = External("te", _Kernel())
-run, forward, backward = _external.run, _external.forward, _external.backward
+executor = External("te", _Kernel()).executor

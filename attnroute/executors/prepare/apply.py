@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final, cast
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnroute.executors.inputs import Inputs, Output, Plan
 from attnroute.executors.prepare.pair import run_pair
 from attnroute.executors.prepare.pieces import BATCH, HEADS, pieces
 from attnroute.executors.prepare.sink import run_with_sink
+from attnroute.executors.protocol import Executor, Inputs, Output, Plan
 from attnroute.masks.lowered.dense import additive, build
 from attnroute.masks.lowered.form import Extent, LoweredMask
 from attnroute.masks.tracing import address, holds, is_tracing
@@ -29,21 +28,20 @@ BANDS_KEPT: Final = 4
 BAND_LIMIT_BYTES: Final = 64 * 2**20
 """A causal or window mask larger than this is made anew each call."""
 
-Run = Callable[[Inputs, Plan], Output]
 _DENSE = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
 _ADDITIVE = frozenset({"cast_mask", "cast_bias", "align_bias"})
 
 
-def run_repaired(run: Run, inputs: Inputs, plan: Plan) -> Output:
+def run_repaired(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
     """Prepare the inputs as the plan says, run, and undo what the preparations did to the shape."""
     if not plan.repairs:
         inputs.attn = _undressed(inputs)
-        return run(inputs, plan)
+        return executor.run(inputs, plan)
     repairs = frozenset(plan.repairs)
     for limit, axis in (("split_batch", BATCH), ("split_heads", HEADS)):
         if limit in repairs:
             rest = replace(plan, repairs=tuple(r for r in plan.repairs if r != limit))
-            return _split(run, inputs, rest, axis)
+            return _split(executor, inputs, rest, axis)
     if inputs.scale is None and "pad_head_dim" in repairs:
         inputs.scale = inputs.query.shape[-1] ** -0.5
     if "materialize_alibi" in repairs:
@@ -54,9 +52,11 @@ def run_repaired(run: Run, inputs: Inputs, plan: Plan) -> Output:
     _prepare_qkv(inputs, repairs)
     sink = inputs.sink if "sink_from_lse" in repairs else None
     if "backward_from_chunked" in repairs:
-        out, lse = run_pair(inputs, plan)
+        out, lse = run_pair(executor, inputs, plan)
+    elif sink is not None:
+        out, lse = run_with_sink(executor, inputs, plan)
     else:
-        out, lse = run(inputs, plan) if sink is None else run_with_sink(run, inputs, plan)
+        out, lse = executor.run(inputs, plan)
     if out.shape[-1] != head_dim_v:
         out = out[..., :head_dim_v]
     if "zero_empty_rows" in repairs and inputs.attn is not None:
@@ -184,8 +184,8 @@ def is_packed(tensor: Tensor) -> bool:
     return (tensor.shape[-1] <= 1 or holds(tensor.stride(-1) == 1)) and address(tensor) % 16 == 0
 
 
-def _split(run: Run, inputs: Inputs, plan: Plan, axis: int) -> Output:
+def _split(executor: Executor, inputs: Inputs, plan: Plan, axis: int) -> Output:
     """Run pieces of at most `GRID_LIMIT` along batch or heads and join them."""
-    parts = [run_repaired(run, piece, plan) for piece in pieces(inputs, axis, GRID_LIMIT)]
+    parts = [run_repaired(executor, piece, plan) for piece in pieces(inputs, axis, GRID_LIMIT)]
     lses = [lse for _, lse in parts if lse is not None]
     return torch.cat([out for out, _ in parts], axis), torch.cat(lses, axis) if lses else None

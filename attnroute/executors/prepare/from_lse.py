@@ -18,8 +18,8 @@ from attnroute.executors.chunked.call import Call, Saved, plain
 from attnroute.executors.chunked.forward import run_forward
 from attnroute.executors.chunked.run import limits_of, program_of
 from attnroute.executors.chunked.tile import Extras, Spec
-from attnroute.executors.inputs import Inputs
 from attnroute.executors.packages.request import swapped
+from attnroute.executors.protocol import Inputs
 from attnroute.masks.lowered.form import LoweredMask
 from attnroute.masks.lowered.sequences import Tokens, diagonal
 from attnroute.masks.tracing import is_traced
@@ -27,7 +27,7 @@ from attnroute.masks.tracing import is_traced
 if TYPE_CHECKING:
     from attnroute.executors.packages.external import Gradients, Launched
     from attnroute.executors.packages.request import Request
-    from attnroute.executors.prepare.sink import Wanted
+    from attnroute.executors.protocol import Wanted
 
 
 def forward(request: Request) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -12,10 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnroute.executors.batched_gradients import in_turn
-from attnroute.executors.inputs import Inputs, Output, Plan
 from attnroute.executors.prepare import from_lse
-from attnroute.executors.prepare.sink import Kernel, shrunk, total
-from attnroute.executors.registry import name_of
+from attnroute.executors.prepare.sink import shrunk, total
+from attnroute.executors.protocol import Executor, Inputs, Output, Pair, Plan
 
 if TYPE_CHECKING:
     from attnroute.masks.lowered.form import LoweredMask
@@ -23,28 +20,23 @@ if TYPE_CHECKING:
 _SETTINGS: Final = 6
 
 
-def run_pair(inputs: Inputs, plan: Plan) -> Output:
-    """Run the plan's kernel forward, and chunked's backward where gradients are asked for.
+def run_pair(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
+    """Run a kernel's forward, and chunked's backward where gradients are asked for.
 
     Returns:
         Output and log-sum-exp; only the output carries a gradient.
     """
     tensors = (inputs.query, inputs.key, inputs.value, inputs.sink, inputs.alibi_slopes)
     settings = (plan, inputs.mask, inputs.attn, inputs.scale, inputs.softcap)
-    out, lse = _Pair.apply(_kernel(plan.backend), *settings, *tensors)  # type: ignore[no-untyped-call]
+    out, lse = _Pair.apply(executor.pair, *settings, *tensors)  # type: ignore[no-untyped-call]
     return out, lse if plan.return_lse else None
-
-
-@lru_cache(maxsize=32)
-def _kernel(backend: str) -> Kernel:
-    return cast("Kernel", import_module(name_of(backend)))
 
 
 class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kernel: Kernel,
+        kernel: Pair,
         plan: Plan,
         mask: LoweredMask,
         attn: Tensor | None,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnroute.executors.inputs import Inputs
+from attnroute.executors.protocol import Inputs
 from attnroute.masks.lowered.form import LoweredMask, MaskFunction, as_4d
 from attnroute.masks.lowered.mods import scalar
 

@@ -16,55 +16,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnroute.executors.batched_gradients import in_turn
-from attnroute.executors.inputs import Inputs, Output, Plan
-from attnroute.executors.registry import name_of
+from attnroute.executors.protocol import Executor, Inputs, Output, Pair, Plan, Ran
 from attnroute.masks.lowered.form import FULL, LoweredMask
-
-if TYPE_CHECKING:
-    from attnroute.executors.prepare.apply import Run
-
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Of query, key, value and the dense tensor `Inputs.attn`."""
-Wanted = tuple[bool, bool, bool, bool]
-"""Which of `Grads` are asked for."""
 
 _TENSORS = 4
 _SETTINGS = 7
 
 
-class Ran(NamedTuple):
-    """What the forward of a kernel gives.
-
-    Attributes:
-        out: (batch, num_heads_q, seqlen_q, head_dim_v), new memory.
-        lse: (batch, num_heads_q, seqlen_q), natural log, -inf for rows with no key.
-        rest: What else the kernel's backward takes, in an order of its own.
-    """
-
-    out: Tensor
-    lse: Tensor
-    rest: tuple[Any, ...] = ()
-
-
-class Kernel(Protocol):
-    """The two sides of an executor whose log-sum-exp carries no gradient."""
-
-    def forward(self, inputs: Inputs, plan: Plan, /) -> Ran:
-        """Run the operator, recording no gradient."""
-
-    def backward(self, inputs: Inputs, plan: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted, /) -> Grads:
-        """Return the gradients for the `out` and `lse` in `ran`, where lse is +inf for rows with no key."""
-
-
-def run_with_sink(run: Run, inputs: Inputs, plan: Plan) -> Output:
+def run_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
     """Run a kernel that knows no sink as if it knew `inputs.sink`.
 
     Returns:
@@ -77,7 +43,7 @@ def run_with_sink(run: Run, inputs: Inputs, plan: Plan) -> Output:
         return cast(
             "Output",
             _WithSink.apply(  # type: ignore[no-untyped-call]
-                _kernel(plan.backend),
+                executor.pair,
                 plan,
                 mask,
                 inputs.scale,
@@ -87,7 +53,7 @@ def run_with_sink(run: Run, inputs: Inputs, plan: Plan) -> Output:
                 *tensors,
             ),
         )
-    out, lse = run(inputs, _with_lse(plan))
+    out, lse = executor.run(inputs, _with_lse(plan))
     lse = cast("Tensor", lse)
     out = shrunk(out, lse, sink)
     return out, total(lse, sink) if plan.return_lse else None
@@ -107,11 +73,6 @@ def total(lse: Tensor, sink: Tensor) -> Tensor:
     return torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
 
 
-@lru_cache(maxsize=32)
-def _kernel(backend: str) -> Kernel:
-    return cast("Kernel", import_module(name_of(backend)))
-
-
 @lru_cache(maxsize=64)
 def _with_lse(plan: Plan) -> Plan:
     return replace(plan, return_lse=True)
@@ -123,7 +84,7 @@ class _WithSink(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kernel: Kernel,
+        kernel: Pair,
         plan: Plan,
         mask: LoweredMask,
         scale: float | None,

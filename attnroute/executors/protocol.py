@@ -1,9 +1,14 @@
-"""What an executor receives: the tensors of one call, and the plan that the decision became."""
+"""What a backend's module must offer: an `Executor` that computes attention for `Inputs` as a `Plan` says.
+
+The module that a backend's table names has it under the name `executor`. Everything that a plug-in's module
+needs from attnroute is in here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +18,12 @@ from attnroute.vocabulary import Repair
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Output = tuple[Tensor, Tensor | None]
+"""(batch, num_heads_q, seqlen_q, head_dim_v), and the log-sum-exp: (batch, num_heads_q, seqlen_q), natural,
+-inf in rows with no key; None where the plan does not ask for it."""
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Of query, key, value and the dense tensor `Inputs.attn`."""
+Wanted = tuple[bool, bool, bool, bool]
+"""Which of `Grads` to compute."""
 
 
 @dataclass(slots=True)
@@ -73,3 +84,50 @@ class Plan:
     options: tuple[tuple[str, int | bool | str], ...] = ()
     deterministic: bool = False
     may_reroute: bool = False
+
+
+class Ran(NamedTuple):
+    """What a kernel's forward alone gives.
+
+    Attributes:
+        out: (batch, num_heads_q, seqlen_q, head_dim_v), new memory.
+        lse: (batch, num_heads_q, seqlen_q), natural log, -inf for rows with no key.
+        rest: What else the kernel's backward takes, in an order of its own.
+    """
+
+    out: Tensor
+    lse: Tensor
+    rest: tuple[Any, ...] = ()
+
+
+Run = Callable[[Inputs, Plan], Output]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A kernel's two directions, for preparations that work on the log-sum-exp between them.
+
+    Attributes:
+        forward: Runs the kernel, recording no gradient.
+        backward: Returns the gradients for `out` and `lse` of a `Ran`, which need not be those that this
+            forward gave; here lse is +inf in rows with no key.
+    """
+
+    forward: Callable[[Inputs, Plan], Ran]
+    backward: Callable[[Inputs, Plan, Ran, Tensor, Wanted], Grads]
+
+
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """How a backend runs.
+
+    Attributes:
+        run: Computes one call, whose tensors are prepared as the plan says. Gradients are autograd's.
+        pair: Where rows of the backend's tables name the repairs `sink_from_lse` or `backward_from_chunked`.
+        compiled_seconds: For a backend that compiles per structure: how many seconds that of a call took in
+            this process, None where it was not compiled yet.
+    """
+
+    run: Run
+    pair: Pair | None = None
+    compiled_seconds: Callable[[Inputs, Plan], float | None] | None = None
