@@ -79,3 +79,17 @@ def masks(draw):
     extent = draw(extents())
     tree = st.recursive(leaves(extent), _combined, max_leaves=5)
     return draw(tree), extent
+
+
+def written_out(mask, extent):
+    batch, heads, seqlen_q, seqlen_kv, _ = extent
+    full = mask.materialize(seqlen_q, seqlen_kv, batch=batch, num_heads_q=heads)
+    return full.expand(batch, heads, seqlen_q, seqlen_kv)
+
+
+def by_block(full, block, reduce):
+    rows = [
+        [getattr(cell.flatten(2), reduce)(-1) for cell in row.split(block[1], 3)]
+        for row in full.split(block[0], 2)
+    ]
+    return torch.stack([torch.stack(row, -1) for row in rows], -2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -220,3 +222,86 @@ def test_nobody_is_lowered_as_the_negation_of_everything():
     for mask in (masks.Either(()), masks.Either((masks.KeyPadding(lengths=[0]),)), ~masks.All(())):
         assert mask.lower(FULL, extent) == LoweredMask(exclude=(FULL,))
         assert not mask.materialize(3, 3).any()
+
+
+def test_conjunctions_of_conjunctions_have_flat_parts():
+    inner = masks.Causal() & masks.Window(3)
+    outer = masks.All((inner, masks.KeyPadding(lengths=[2])))
+    assert outer.nodes == (*inner.nodes, *outer.parts[1].nodes)
+    assert ((inner & inner) & masks.Causal()).nodes == (*inner.nodes, *inner.nodes, masks.Causal())
+
+
+def test_a_mask_is_combined_with_masks_only():
+    with pytest.raises(TypeError):
+        masks.Causal() & True
+
+
+def test_descriptions():
+    extent = Extent(2, 4, 6, 6)
+    lengths, ids = torch.tensor([3, 4]), torch.zeros(6, dtype=torch.int64)
+    cu_seqlens, flags = torch.tensor([0, 2, 6]), torch.ones(2, 6, dtype=torch.bool)
+    said = [
+        (masks.Causal("bottom_right"), CausalNode(alignment="bottom_right")),
+        (masks.Window(3, None), WindowNode(left=3)),
+        (masks.Documents(lengths=[2, 4]), DocumentsNode(lengths=(2, 4))),
+        (masks.Documents(cu_seqlens=cu_seqlens), DocumentsNode()),
+        (masks.Documents(ids=ids), DocumentsNode(contiguous=False)),
+        (masks.Documents(position_ids=ids), DocumentsNode()),
+        (masks.PrefixLM([3, 4]), PrefixNode(lengths=(3, 4))),
+        (masks.PrefixLM(lengths, "bottom_right"), PrefixNode(alignment="bottom_right")),
+        (masks.Function(print, per_head=False), FunctionNode(per_head=False)),
+        (~masks.Causal(), NotNode(part=(CausalNode(),))),
+        (
+            masks.Causal() & masks.Window(1) | masks.All(()),
+            AnyNode(parts=((CausalNode(), WindowNode(left=1, right=0)), ())),
+        ),
+        (masks.KeyPadding(lengths=[3, 4]), KeyPaddingNode(lengths=(3, 4))),
+        (masks.KeyPadding(lengths=lengths), KeyPaddingNode()),
+        (masks.KeyPadding(left=[3, 4]), KeyPaddingNode(lengths=(3, 2), side="left")),
+        (masks.KeyPadding(left=lengths), KeyPaddingNode(side="left")),
+        (masks.KeyPadding(keep=flags), KeyPaddingNode(side="any")),
+        (masks.Dense(flags), DenseNode(shape=(2, 6), aligned=False)),
+    ]
+    for mask, node in said:
+        assert mask.describe(extent) == (node,)
+    whole = masks.All(tuple(mask for mask, _ in said))
+    assert whole.describe(extent) == tuple(node for _, node in said)
+
+
+def test_keys_are_equal_only_where_descriptions_are():
+    ones, flags = torch.tensor([1]), torch.ones(1, 1, dtype=torch.bool)
+    each = [
+        masks.KeyPadding(lengths=[1]),
+        masks.KeyPadding(lengths=[0]),
+        masks.KeyPadding(lengths=ones),
+        masks.KeyPadding(left=[1]),
+        masks.KeyPadding(left=ones),
+        masks.KeyPadding(keep=flags),
+        masks.Documents(lengths=[1]),
+        masks.Documents(ids=ones),
+        masks.Documents(cu_seqlens=torch.tensor([0, 1])),
+        masks.Documents(position_ids=ones),
+        masks.Causal(),
+        masks.Causal("bottom_right"),
+        masks.Window(0),
+        masks.Dense(flags),
+    ]
+    assert len({mask.key() for mask in each}) == len(each)
+    assert masks.KeyPadding(lengths=torch.tensor([5])).key() == masks.KeyPadding(lengths=ones).key()
+    assert masks.Documents(lengths=[1]).key() == each[6].key()
+
+
+def test_a_band_is_the_narrowest_of_its_parts():
+    extent = Extent(1, 1, 4, 6)
+    lowered = (masks.Window(5, 3, "bottom_right") & masks.Causal() & masks.Window(2, None)).lower(
+        FULL, extent
+    )
+    assert (lowered.band_lo, lowered.band_hi) == (-2, 0)
+    assert lowered.is_band_only
+    assert not lowered.is_full
+
+
+def test_mask_objects_load_no_torch():
+    code = "import sys; from attnroute.masks import *; Causal() & Window(3); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

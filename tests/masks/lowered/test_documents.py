@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attnroute import masks
+from attnroute.masks import checks
 from attnroute.masks.lowered import documents
 from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.question.call import DocumentsNode
@@ -115,3 +118,55 @@ def test_a_mask_keeps_to_the_documents_that_positions_say():
     ids = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 4])
     wanted = (ids[:, None] == ids) & torch.ones(9, 9, dtype=torch.bool).tril()
     assert torch.equal(mask.materialize(9, 9)[0, 0], wanted)
+
+
+def test_ids_tell_documents_apart_wherever_their_tokens_lie():
+    got = masks.Documents(ids=torch.tensor([[3, 7, 3], [1, 1, 2]])).materialize(3, 3, batch=2)
+    first = [[True, False, True], [False, True, False], [True, False, True]]
+    second = [[True, True, False], [True, True, False], [False, False, True]]
+    assert got[:, 0].tolist() == [first, second]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [masks.Documents(lengths=[2, 0, 4]), masks.Documents(cu_seqlens=torch.tensor([0, 2, 2, 6]))],
+    ids=["lengths", "sums"],
+)
+def test_bounds_of_documents_are_known_where_no_device_is_asked(mask):
+    lowered = mask.lower(FULL, Extent(1, 1, 6, 6))
+    assert (lowered.document_bounds, lowered.max_seqlen) == ((0, 2, 2, 6), 4)
+    assert lowered.cu_seqlens.tolist() == [0, 2, 2, 6]
+
+
+def test_bounds_of_documents_on_a_device_are_not_read():
+    mask = masks.Documents(cu_seqlens=torch.tensor([0, 2, 6], device="meta"))
+    lowered = mask.lower(FULL, Extent(1, 1, 6, 6, torch.device("meta")))
+    assert (lowered.document_bounds, lowered.max_seqlen) == (None, 6)
+
+
+def test_documents_of_no_tokens():
+    empty = torch.zeros(0, dtype=torch.int64)
+    forms = (
+        masks.Documents(lengths=[]),
+        masks.Documents(lengths=[0]),
+        masks.Documents(ids=empty),
+        masks.Documents(ids=empty.expand(2, 0)),
+        masks.Documents(cu_seqlens=torch.tensor([0, 0])),
+        masks.Documents(position_ids=empty),
+        masks.Documents(position_ids=empty.expand(2, 0)),
+    )
+    for mask in forms:
+        assert mask.materialize(0, 0, batch=2).shape[-2:] == (0, 0)
+
+
+def test_prefix_sums_on_a_device_are_made_to_cover_the_sequence_unread():
+    """Nobody waits for the device to check them, and no kernel may read behind the end for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "_rise", lambda *_: True)
+        for sums in ([0, 3], [1, 4], [0, 3, 2, 4], [0, 9], [-5, 2, 4], [4, 0]):
+            mask, extent = masks.Documents(cu_seqlens=torch.tensor(sums)), Extent(1, 1, 4, 4)
+            covering = mask.lower(FULL, extent).cu_seqlens.tolist()
+            assert (covering[0], covering[-1], covering) == (0, 4, sorted(covering))
+            # Both forms say the same documents: the one that holds bounds, and the one that holds ids.
+            ids = mask.lower(FULL, extent).document_ids_q[0].tolist()
+            assert ids == [n for n, (a, b) in enumerate(pairwise(covering)) for _ in range(b - a)]

@@ -12,10 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import masking_utils as hf
 
 from attnroute.integrations.transformers.carried_mask import CarriedMask
-from attnroute.integrations.transformers.mask_functions import read
 from attnroute.integrations.transformers.mask_interface import make_mask
-from attnroute.integrations.transformers.pattern import Pattern
-from attnroute.masks import Causal, Documents, KeyPadding, Window
+from attnroute.masks import Causal, Documents, KeyPadding
 
 NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
@@ -261,34 +259,6 @@ def test_steps_that_may_be_compiled_get_masks_of_one_form(function):
     assert isinstance(make_mask(1, 1, 8, 3, mask_function=function), CarriedMask)
 
 
-def test_a_builder_that_changed_its_meaning_is_not_read(monkeypatch):
-    def inclusive(sliding_window):
-        def inner_mask(batch_idx, head_idx, q_idx, kv_idx):
-            return kv_idx >= q_idx - sliding_window
-
-        return inner_mask
-
-    monkeypatch.setattr(hf, "sliding_window_overlay", inclusive)
-    from attnroute.integrations.transformers import mask_functions
-
-    mask_functions._known.cache_clear()
-    try:
-        assert read(inclusive(3)) is None
-        assert read(hf.causal_mask_function).right == 0
-    finally:
-        mask_functions._known.cache_clear()
-
-
-@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
-def test_functions_are_read_alike_under_a_mode(mode):
-    from attnroute.integrations.transformers import mask_functions
-
-    mask_functions._known.cache_clear()
-    with mode():
-        assert read(hf.causal_mask_function).right == 0
-        assert read(hf.sliding_window_causal_mask_function(3)).left == 2
-
-
 @pytest.mark.parametrize("function", [hf.causal_mask_function, hf.bidirectional_mask_function])
 def test_padding_that_cannot_be_read_stays_a_tensor(function):
     """Shapes of a model on the meta device, and samples that torch.vmap maps over."""
@@ -354,33 +324,3 @@ def test_none_only_for_nothing_masked():
     assert make_mask(2, 4, 4, attention_mask=full, **bidirectional) is None
     assert torch.equal(make_mask(2, 4, 4, attention_mask=padded, **bidirectional).dense()[:, 0, 0], padded)
     assert make_mask(2, 1, 4, q_offset=3, allow_is_causal_skip=True) is not None
-
-
-@pytest.mark.parametrize(
-    ("pattern", "window", "left"),
-    [
-        (Pattern(1, 6, 6, right=0), 3, 2),
-        (Pattern(1, 6, 6, right=0), 6, None),
-        (Pattern(1, 1, 9, 8, right=0), 9, None),
-        (Pattern(1, 1, 9, 8, right=0), 8, 7),
-        (Pattern(1, 6, 6, left=4, right=0), 3, 4),
-    ],
-)
-def test_a_module_states_a_window(pattern, window, left):
-    stated = pattern.with_window(window)
-    assert stated.left == left
-    assert stated is pattern.with_window(window)
-
-
-def test_queries_before_every_key_have_no_object():
-    pattern = Pattern(1, 2, 3, offset=-2, left=4, right=0)
-    assert pattern.mask is None
-    assert pattern.dense(None).any().item() is False
-
-
-def test_windows_to_both_sides_of_shifted_queries():
-    pattern = Pattern(1, 2, 8, offset=3, left=1, right=1)
-    start, stop = pattern.keys
-    assert (start, stop) == (2, 6)
-    assert isinstance(pattern.mask, Window)
-    assert torch.equal(pattern.mask.materialize(2, 4), pattern.dense(None)[..., start:stop])
