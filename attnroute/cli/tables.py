@@ -14,6 +14,7 @@ from attnroute.errors import TableError, printable
 from attnroute.settings import current
 from attnroute.tables.lint import lint
 from attnroute.tables.load import load, shipped_folder
+from attnroute.tables.preferences import all_preferences
 from attnroute.tables.releases import ReleaseTable
 from attnroute.tables.schema import ArchTable, BackendTable, SharedRules, StockTable
 
@@ -75,6 +76,6 @@ def _lint() -> int:
         print(printable(str(problem)))
     if problems:
         return TableError.exit_code
-    rows = len(tables.all_rows()) + len(tables.all_options())
+    rows = len(tables.all_rows()) + len(tables.all_options()) + len(all_preferences(tables))
     print(f"{rows} rows, {len(tables.backends)} backends, {len(tables.arch_names)} architectures: clean")
     return 0

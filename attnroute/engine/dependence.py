@@ -143,8 +143,9 @@ def _about_order(
         fields: The fields whose values may change.
         possible: The backends that may run, or might with other values.
     """
-    call, selected = decision.call, decision.selected
-    if decision.policy.require is not None or selected is None:
+    call, selected, policy = decision.call, decision.selected, decision.policy
+    if selected is None or selected in (policy.require, *policy.prefer, *(policy.allow or ())):
+        # Nothing runs, or what the user names does, whatever the tables prefer.
         return
     known = Facts(call)
     for row in (found.preference for found in preferences(tables, decision.host.arch)):

@@ -64,10 +64,10 @@ def why(rows: Rows, order: tuple[str, ...]) -> str:
     naming = tuple(row for row in rows if not able.isdisjoint(row.preference.first))
     if not naming:
         return "no preference applies"
-    needed = naming
+    needed, wanted = naming, placed(naming, order)
     for row in naming[1:]:
         others = tuple(other for other in needed if other is not row)
-        if placed(others, order) == placed(needed, order):
+        if placed(others, order) == wanted:
             needed = others
     return f"{', '.join(row.id for row in needed)}: {naming[0].preference.because}"
 

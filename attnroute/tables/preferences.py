@@ -53,8 +53,9 @@ def in_order(rows: Iterable[PreferenceRow]) -> tuple[str, ...]:
 
 def placed(rows: Iterable[PreferenceRow], backends: Iterable[str]) -> tuple[str, ...]:
     """Return backends as rows put them; those that none of them names come last, by name."""
-    named = dict.fromkeys((*in_order(rows), *sorted(backends)))
-    return tuple(name for name in named if name in set(backends))
+    wanted = sorted(backends)
+    named = dict.fromkeys((*in_order(rows), *wanted))
+    return tuple(name for name in named if name in wanted)
 
 
 def _rows(folder: Path, scope: str) -> Iterator[PreferenceRow]:

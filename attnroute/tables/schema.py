@@ -89,23 +89,13 @@ def boxes_of(part: Box | AnyOf | str) -> list[Box]:
     return part.any_of if isinstance(part, AnyOf) else [part]
 
 
-class Option(_Row):
-    """Options that a kernel is given where `when`, `versions` and `phase` certainly hold, such as tile sizes.
-
-    Every row that applies does, in order: `any/` first, then files that the architecture inherits or
-    includes, its own last; a later row replaces what an earlier one says of the same name.
-
-    Attributes:
-        name: Unique among the rows of its file; the id is `<folder>/<backend>/<name>`, as a rule's.
-        set: What the kernel is given, by the names that it knows.
-        because: Why the row exists, as a clause for people.
-    """
+class _Guarded(_Row):
+    """What counts where `when`, `versions` and `phase` certainly hold."""
 
     name: Name
     versions: Annotated[Versions, Field(default_factory=dict)]
     phase: Phase | None = None
     when: Annotated[Box | AnyOf, Field(default_factory=dict)]
-    set: Annotated[dict[OptionName, OptionValue], Field(min_length=1)]
     because: str
     evidence: Annotated[list[Evidence], Field(min_length=1)]
 
@@ -118,6 +108,21 @@ class Option(_Row):
     def guard(self) -> Compiled:
         """`when`, compiled."""
         return compiled(boxes_of(self.when))
+
+
+class Option(_Guarded):
+    """Options that a kernel is given where `when`, `versions` and `phase` certainly hold, such as tile sizes.
+
+    Every row that applies does, in order: `any/` first, then files that the architecture inherits or
+    includes, its own last; a later row replaces what an earlier one says of the same name.
+
+    Attributes:
+        name: Unique among the rows of its file; the id is `<folder>/<backend>/<name>`, as a rule's.
+        set: What the kernel is given, by the names that it knows.
+        because: Why the row exists, as a clause for people.
+    """
+
+    set: Annotated[dict[OptionName, OptionValue], Field(min_length=1)]
 
 
 class _Condition(_Row):
@@ -292,7 +297,7 @@ class BackendTable(_Row):
     option: Annotated[list[Option], Field(default_factory=list)]
 
 
-class Preference(_Row):
+class Preference(_Guarded):
     """Backends that come first for one kind of call, in this order; those that it does not name keep theirs.
 
     Every row whose `versions`, `phase` and `when` certainly hold counts, and the one that stands first counts
@@ -304,18 +309,7 @@ class Preference(_Row):
         because: Why, as a clause for people.
     """
 
-    name: Name
-    versions: Annotated[Versions, Field(default_factory=dict)]
-    phase: Phase | None = None
-    when: Annotated[Box | AnyOf, Field(default_factory=dict)]
     first: Annotated[list[Backend], Field(min_length=1)]
-    because: str
-    evidence: Annotated[list[Evidence], Field(min_length=1)]
-
-    @field_validator("when")
-    @classmethod
-    def _known_fields(cls, value: Box | AnyOf) -> Box | AnyOf:
-        return _check_box(value) if isinstance(value, dict) else value
 
     @field_validator("first")
     @classmethod
@@ -329,11 +323,6 @@ class Preference(_Row):
         """What must hold for the row to count; all of it is empty in a base order."""
         return self.versions, self.phase, self.when
 
-    @cached_property
-    def guard(self) -> Compiled:
-        """`when`, compiled."""
-        return compiled(boxes_of(self.when))
-
 
 class ArchTable(_Row):
     """One architecture's `arch.toml`; that of an overlay needs only what it says otherwise or adds.
@@ -343,7 +332,7 @@ class ArchTable(_Row):
         shared_memory_per_block: Bytes a block may use after opting in, absent where nobody looked.
         cards: Example products.
         inherits: An architecture whose backend files, rules and feature answers alike, hold here where this
-            one has none.
+            one has none, and whose preferences hold behind this one's.
         backends: Backends that do not depend on the architecture and have no file of their own here.
         evidence: Where the figures come from.
         prefer: Which backends come first for which calls; see `tables.preferences`.

@@ -129,6 +129,16 @@ def test_a_backend_behind_the_selected_one_is_not_asked():
     assert not asked & {"seqlen_q_mod_128", "seqlen_kv_mod_128"}
 
 
+def test_only_a_preference_that_could_put_another_backend_first_is_asked():
+    """Short calls go to cudnn, which is first anyway where nothing but torch is installed."""
+    call = normalize(parse("bf16 b2 hq32 sq8192 d128"))
+    for versions, selected in ((TORCHS, "cudnn"), (EVERYTHING, "fa4")):
+        decision = decide(call, host("sm_90", versions), load())
+        assert decision.selected == selected
+        asked = {field for field, _ in _conditions(questions_of(decision, load(), OPEN))}
+        assert ("score_elements" in asked) is (selected == "fa4")
+
+
 def test_a_backend_that_is_preferred_or_required_is_asked_alone():
     machine, tables = host("sm_90", EVERYTHING), load()
     call = normalize(parse("bf16 b2 hq4 sq130 d64 train"))
@@ -137,6 +147,7 @@ def test_a_backend_that_is_preferred_or_required_is_asked_alone():
         assert decision.selected == "cudnn"
         asked = {field for field, _ in _conditions(questions_of(decision, tables, OPEN))}
         assert "seqlen_kv_mod_128" in asked
+        assert "score_elements" not in asked
 
 
 @pytest.mark.parametrize(
