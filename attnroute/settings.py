@@ -153,17 +153,21 @@ outside_of_graphs(override)
 
 
 def call_policy(backend: str | None, prefer: str | Iterable[str] | None) -> Policy:
-    """Return what holds for a call that names backends itself.
+    """Return what the environment, `override()` and a call itself set; each call of `attention()` runs this.
 
     Raises:
         OverrideError: A backend is not known, or `prefer` stands beside `backend`.
     """
+    scope = scope_here()
+    below = environment() if scope is None else scope.policy
+    if backend is None and prefer is None:
+        return below
     names = prefer if prefer is None or isinstance(prefer, str) else _as_tuple(prefer)
     try:
-        return _merged(current(), backend, names)
+        return _merged(below, backend, names)
     except TypeError:
         # Not hashable, so no name of a backend; the checks say so.
-        return _merge(current(), backend, names)
+        return _merge(below, backend, names)
 
 
 @lru_cache(maxsize=256)

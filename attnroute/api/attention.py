@@ -10,6 +10,7 @@ from torch import Tensor
 from attnroute.api import dispatch, routes
 from attnroute.api.intake import take
 from attnroute.api.records import Given, Options
+from attnroute.settings import call_policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -208,4 +209,4 @@ def explain(
         msg = f"explain() got an unexpected keyword argument {min(unknown)!r}"
         raise TypeError(msg)
     given = Given(query, key, value, mask, backend=backend, prefer=prefer, **arguments)
-    return routes.decision_of(take(given), dispatch.policy_for(given), advise=True)
+    return routes.decision_of(take(given), call_policy(backend, prefer), advise=True)

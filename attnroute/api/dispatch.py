@@ -11,11 +11,10 @@ from attnroute.api.intake import take
 from attnroute.api.keys import key_of
 from attnroute.api.refusals import reroute
 from attnroute.errors import KernelRefusedError
-from attnroute.settings import call_policy, current
+from attnroute.settings import call_policy
 
 if TYPE_CHECKING:
     from attnroute.api.records import Given, Output
-    from attnroute.question.policy import Policy
 
 
 def run(given: Given) -> Output:
@@ -29,7 +28,7 @@ def run(given: Given) -> Output:
         with torch.no_grad():
             return run(given)
     problem = take(given)
-    policy = policy_for(given)
+    policy = call_policy(given.backend, given.prefer)
     if problem.traced:
         return routes.execute(routes.trace(problem, policy), problem)
     try:
@@ -49,14 +48,3 @@ def run(given: Given) -> Output:
         return routes.execute(route, problem)
     except KernelRefusedError as error:
         return reroute(error, route, problem, policy, key)
-
-
-def policy_for(given: Given) -> Policy:
-    """Return what the environment, `override()` and the call itself say about backends.
-
-    Raises:
-        OverrideError: The call names an unknown backend, or both a backend and preferences.
-    """
-    if given.backend is None and given.prefer is None:
-        return current()
-    return call_policy(given.backend, given.prefer)

@@ -59,3 +59,10 @@ def test_a_call_reaches_its_kernel_through_few_python_functions(arguments, grad)
     )
     assert new_class <= 2000
     assert new_length <= 400
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_a_call_like_an_earlier_one_reaches_its_kernel_at_once(grad):
+    """20 functions of attnroute, the records and the executor included; the others are torch's."""
+    tensors = inputs(1, 100, grad=grad)
+    assert calls_of(attnroute.attention, *tensors, is_causal=True) <= 26
