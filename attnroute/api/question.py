@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from attnroute.vocabulary import Dtype, Layout, ScaleSign, Transform
 
 
-def call_of(problem: Problem, *, look: bool) -> Call:
+def call_of(problem: Problem, *, recognize: bool) -> Call:
     """Return the question about a call.
 
     Args:
         problem: The call.
-        look: Dense bool masks may be looked into.
+        recognize: Dense bool masks may be read, to find what they are.
     """
     given, extent = problem.given, example_extent(problem.extent)
     bias = _bias(problem)
@@ -40,7 +40,7 @@ def call_of(problem: Problem, *, look: bool) -> Call:
         head_dim_v=int(problem.value.shape[-1]),
         layout=cast("Layout", given.layout),
         phase="training" if problem.training else "inference",
-        mask=_nodes(problem.whole_mask, extent, look=look),
+        mask=_nodes(problem.whole_mask, extent, recognize=recognize),
         bias=bias,
         scale=scale_sign(problem.scale),
         softcap=float(given.softcap),
@@ -82,12 +82,12 @@ def scale_sign(scale: float | None) -> ScaleSign:
     return "negative" if scale < 0 else "zero"
 
 
-def _nodes(mask: Mask | None, extent: Extent, *, look: bool) -> tuple[MaskNode, ...]:
+def _nodes(mask: Mask | None, extent: Extent, *, recognize: bool) -> tuple[MaskNode, ...]:
     if mask is None:
         return ()
     nodes: list[MaskNode] = []
     for part in mask.nodes:
-        if look and isinstance(part, Dense):
+        if recognize and isinstance(part, Dense):
             nodes.append(inspected_node(part.tensor, extent))
         else:
             nodes.extend(part.describe(extent))

@@ -1,4 +1,4 @@
-"""From a question to something that runs: check, choose, remember, look up, run."""
+"""Routes: how calls with one key run, made from a decision, remembered, looked up, executed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from attnroute import settings
-from attnroute.api import choices, compiling, failures, guards
+from attnroute.api import choices, failures, guards
 from attnroute.api.choices import Choice
 from attnroute.api.question import call_of
 from attnroute.api.records import Output, Problem
 from attnroute.api.validate import check
 from attnroute.engine.decision import Decision
-from attnroute.executors import registry
+from attnroute.executors import first_call, registry
 from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.protocol import Executor, Inputs, Plan
 from attnroute.masks import Causal, Dense, Mask, Window
@@ -50,7 +50,7 @@ class Route:
         plan: How it runs.
         executor: The backend's.
         mask: The lowered mask where no tensor takes part in it, else None: it is then lowered per call.
-        seen: Dense tensors are replaced by what a look into them showed, where it showed something.
+        recognizes: Dense masks are replaced by what each was recognized as.
         keeps: The lowered mask may be kept with its owner, as it holds neither that nor a function.
     """
 
@@ -58,7 +58,7 @@ class Route:
     plan: Plan
     executor: Executor
     mask: LoweredMask | None
-    seen: bool
+    recognizes: bool
     keeps: bool
 
 
@@ -150,11 +150,11 @@ def _with_compile_time(decision: Decision, call: Call, problem: Problem) -> Deci
 
 def _question(problem: Problem, policy: Policy) -> tuple[Call, Host, Tables]:
     check(problem)
-    # The key of a call inside a transform does not hold what a look would find, and a tracer's masks have
-    # nothing to look at.
-    look = policy.recognize and problem.transform is None and not problem.traced
+    # The key of a call inside a transform does not hold what a dense mask was recognized as, and the masks of
+    # a tracer have no values to read.
+    recognize = policy.recognize and problem.transform is None and not problem.traced
     tables = load(policy.tables)
-    return call_of(problem, look=look), host_of(*problem.device, tables.providers), tables
+    return call_of(problem, recognize=recognize), host_of(*problem.device, tables.providers), tables
 
 
 def execute(route: Route, problem: Problem) -> Output:
@@ -194,24 +194,33 @@ def _route(problem: Problem, call: Call, choice: Choice) -> Route:
         may_reroute=choice.policy.require is None and not choice.policy.strict,
     )
     if choice.compiles:
-        compiling.show_progress(choice.backend)
-    seen = "recognize_mask" in choice.repairs
-    parts = _parts(problem.whole_mask, seen, problem.extent)
+        show_compilations(choice.backend)
+    recognizes = "recognize_mask" in choice.repairs
+    parts = _parts(problem.whole_mask, recognizes, problem.extent)
     constant = None
     if all(isinstance(p, Causal | Window) for p in parts):
         constant = _lowered(parts, problem.extent)
     keeps = not isinstance(problem.mask, Tensor) and not any(isinstance(n, _PROGRAMMED) for n in call.mask)
     found = registry.executor(choice.backend, _module_of(choice.backend, choice.policy))
-    return Route(choice, plan, found, constant, seen, keeps)
+    return Route(choice, plan, found, constant, recognizes, keeps)
 
 
 def _module_of(backend: str, policy: Policy) -> str:
     return load(policy.tables).backends[backend].module
 
 
-def _parts(mask: Mask | None, seen: bool, extent: Extent) -> tuple[Mask, ...]:
+def show_compilations(backend: str) -> None:
+    """Print to stderr from now on when a kernel of a backend is compiled, and for how long."""
+    first_call.listen(backend, _print_compilation)
+
+
+def _print_compilation(backend: str, what: str, seconds: float | None) -> None:
+    log.compiling(backend, what, seconds, settings.explain_mode())
+
+
+def _parts(mask: Mask | None, recognizes: bool, extent: Extent) -> tuple[Mask, ...]:
     """Replace dense masks by what they were recognized as: tensors that share a route may differ in it."""
-    if mask is None or not seen:
+    if mask is None or not recognizes:
         return () if mask is None else mask.nodes
     parts: list[Mask] = []
     for part in mask.nodes:
@@ -248,7 +257,7 @@ def _lower(inputs: Inputs, route: Route, problem: Problem) -> None:
     keeper = inputs.keeper = keeper_of(_owner(problem))
 
     def make() -> LoweredMask:
-        return _lowered(_parts(problem.whole_mask, route.seen, extent), extent)
+        return _lowered(_parts(problem.whole_mask, route.recognizes, extent), extent)
 
     # Tensors that are made inside a transform belong to it.
     if keeper is None or not route.keeps or problem.transform is not None or problem.traced:
@@ -257,7 +266,7 @@ def _lower(inputs: Inputs, route: Route, problem: Problem) -> None:
     band: object = (problem.is_causal, problem.window, problem.given.causal_alignment)
     if isinstance(mask, Ragged):
         band = (mask.left, mask.right, mask.max_seqlen)
-    inputs.mask = keeper.keep(("lowered", extent, band, route.seen), make)
+    inputs.mask = keeper.keep(("lowered", extent, band, route.recognizes), make)
 
 
 def _owner(problem: Problem) -> object:

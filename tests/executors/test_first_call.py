@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.cudnn_checks import inputs_of, plan_of, ragged_request, request_of
 
-from attnroute.api import compiling
+from attnroute import settings
+from attnroute.api import routes
 from attnroute.executors import first_call
 from attnroute.executors.flex import compile as flex_compile
 from attnroute.executors.packages.external import External, Gradients, Launched
@@ -148,10 +149,10 @@ def test_forgetting_announces_anew(heard):
 
 @pytest.mark.parametrize(("mode", "is_said"), [("off", False), ("once", True), ("all", True)])
 def test_users_read_it_on_stderr_where_they_asked(monkeypatch, capsys, mode, is_said):
-    monkeypatch.setattr(compiling, "explain_mode", lambda: mode)
+    monkeypatch.setattr(settings, "explain_mode", lambda: mode)
     monkeypatch.setattr(first_call, "NOTABLE_SECONDS", 0.0)
     for _ in range(2):
-        compiling.show_progress("first_call_test")
+        routes.show_compilations("first_call_test")
     launch()
     lines = capsys.readouterr().err.splitlines()
     assert (
@@ -166,9 +167,9 @@ def test_users_read_it_on_stderr_where_they_asked(monkeypatch, capsys, mode, is_
 
 @pytest.mark.parametrize("backend", ["flex", "flex_fa4"])
 def test_flex_says_its_own_name_by_the_same_way(monkeypatch, capsys, backend):
-    monkeypatch.setattr(compiling, "explain_mode", lambda: "once")
+    monkeypatch.setattr(settings, "explain_mode", lambda: "once")
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda *_: None)
-    compiling.show_progress(backend)
+    routes.show_compilations(backend)
     flex_compile._measured(flex_compile.Compiled("j <= i", backend))(None, [])
     first, last = capsys.readouterr().err.splitlines()
     assert first == f"attnroute: {backend} is compiling: j <= i"
