@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         RerouteWarning,
         TableError,
     )
+    from attnroute.memory import reset
     from attnroute.question.call import Call
     from attnroute.question.host import Host
     from attnroute.question.policy import Policy
@@ -54,6 +55,7 @@ _HOMES = {
     "decide": "attnroute.engine.decide",
     "explain": "attnroute.api.attention",
     "override": "attnroute.settings",
+    "reset": "attnroute.memory",
 }
 
 __all__ = [
@@ -80,6 +82,7 @@ __all__ = [
     "explain",
     "masks",
     "override",
+    "reset",
 ]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from attnroute.errors import (
     shortened,
     warn_user,
 )
+from attnroute.memory import INSTALLED, cached
 from attnroute.question.policy import Policy, merge
 from attnroute.scopes import Override, outside_of_graphs, scope_here
 from attnroute.tables.load import load
@@ -53,13 +53,13 @@ def current() -> Policy:
     return environment() if scope is None else scope.policy
 
 
-@lru_cache(maxsize=1)
+@cached(1, INSTALLED)
 def environment() -> Policy:
     """Return what the environment says, read at the first call."""
     return from_environment(os.environ)
 
 
-@lru_cache(maxsize=1)
+@cached(1, INSTALLED)
 def explain_mode() -> ExplainMode:
     """Return what ATTNROUTE_EXPLAIN asks for, read at the first call."""
     value = os.environ.get("ATTNROUTE_EXPLAIN", "off").strip().lower() or "off"
@@ -170,7 +170,7 @@ def call_policy(backend: str | None, prefer: str | Iterable[str] | None) -> Poli
         return _merge(below, backend, names)
 
 
-@lru_cache(maxsize=256)
+@cached(256)
 def _merged(below: Policy, backend: str | None, prefer: str | tuple[str, ...] | None) -> Policy:
     """A model names the same backend in every call."""
     return _merge(below, backend, prefer)

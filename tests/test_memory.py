@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,7 @@ import torch
 
 import attnroute
 from attnroute import masks
-from attnroute.api import routes
-from attnroute.executors import registry
-from attnroute.memory import Memory, forget_all
+from attnroute.memory import Memory, remembered
 
 
 def test_a_memory_keeps_what_was_put_there():
@@ -107,62 +106,68 @@ def test_threads_that_add_and_drop_at_once_never_break_it():
     assert len(found) <= 32 + len(threads)
 
 
-def test_one_call_forgets_everything():
+def test_reset_forgets_everything():
     attnroute.attention(*[torch.randn(1, 2, 8, 4)] * 3, masks.Causal(), prefer="chunked")
-    assert len(routes._ROUTES) > 0
-    assert registry._imported.cache_info().currsize > 0
-    forget_all()
-    assert {name: len(found) for name, found in memories() if len(found)} == {}
-    assert {
-        name: found.cache_info().currsize for name, found in caches() if found.cache_info().currsize
-    } == {}
+    kept = {memory.owner for memory in remembered() if memory.size()}
+    assert {"api.routes._ROUTES", "api.choices._CLASSES", "tables.load._load", "settings.environment"} <= kept
+    attnroute.reset()
+    assert {memory.owner: memory.size() for memory in remembered() if memory.size()} == {}
     attnroute.attention(*[torch.randn(1, 2, 8, 4)] * 3, masks.Causal())
 
 
-def things():
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith("attnroute."):
-            yield from ((f"{name}.{place}", thing) for place, thing in vars(module).items())
+def test_reset_reads_the_environment_again(monkeypatch):
+    query = torch.randn(1, 2, 8, 4)
+    assert attnroute.explain(query, query, query).selected != "chunked"
+    monkeypatch.setenv("ATTNROUTE_BACKEND", "chunked")
+    attnroute.reset()
+    assert attnroute.explain(query, query, query).selected == "chunked"
+    monkeypatch.undo()
+    attnroute.reset()
 
 
-def memories():
-    return ((name, thing) for name, thing in things() if isinstance(thing, Memory))
+def test_reset_leaves_entered_overrides_in_force():
+    query = torch.randn(1, 2, 8, 4)
+    with attnroute.override(backend="chunked"):
+        attnroute.reset()
+        assert attnroute.explain(query, query, query).selected == "chunked"
 
 
-def caches():
-    return ((name, thing) for name, thing in things() if hasattr(thing, "cache_info"))
+def test_every_memory_states_its_owner_its_bound_and_when_it_is_stale():
+    attnroute.attention(*[torch.randn(1, 2, 8, 4)] * 3, masks.Causal(), prefer="chunked")
+    for memory in remembered():
+        module, _, name = memory.owner.partition("._")
+        assert memory.size() <= memory.bound, memory.owner
+        assert memory.stale, memory.owner
+        assert f"attnroute.{memory.owner.rsplit('.', 1)[0]}" in sys.modules, (module, name)
 
 
 PACKAGE = Path(attnroute.__file__).parent
-OWNED = {
+LISTENERS = {
     "executors/first_call.py": {"_LISTENERS"},
     "executors/launch.py": {"_LISTENERS"},
     "integrations/transformers/__init__.py": {"_REGISTERED"},
-    "masks/lowered/mods.py": {"_CONSTANTS"},
-    "probes/packages.py": {"_MARKED"},
     "question/facts/registry.py": {"FACTS"},
 }
-"""Containers of modules that are filled later and are no `Memory`: listeners, names that a user registers,
-eight numbers, one entry per known distribution, facts as their modules are imported. Each has its bound in
-that."""
-NAMES = {"backend", "dtype", "function", "name", "operator"}
-"""Arguments that have a handful of values: a function of one of these may remember all of them."""
+"""Containers that are filled later and are no memory: who listens, names that a user registers, and what
+decorators collect while attnroute is imported."""
 
 
 @pytest.mark.parametrize(
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.relative_to(PACKAGE).as_posix()
 )
-def test_what_a_module_remembers_has_a_bound(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def test_what_a_module_remembers_is_registered(path):
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    registered = set(re.findall(r"_[A-Z]+\b(?=\")", source)) if "register(" in source else set()
     filled_later = {name for node in tree.body for name in empty_containers(node)}
-    assert filled_later == OWNED.get(path.relative_to(PACKAGE).as_posix(), set())
-    for function in ast.walk(tree):
-        for decorator in getattr(function, "decorator_list", ()):
-            said = ast.unparse(decorator)
-            if said in ("cache", "functools.cache") or "maxsize=None" in said:
-                arguments = {argument.arg for argument in function.args.args}
-                assert len(arguments) <= 1, function.name
-                assert arguments <= NAMES, function.name
+    allowed = LISTENERS.get(path.relative_to(PACKAGE).as_posix(), set())
+    if path.name != "memory.py":
+        assert filled_later - registered == allowed
+        assert not re.search(r"\b(lru_cache|functools\.cache)\b", source), "use memory.cached"
+    for node in tree.body:
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "Memory":
+            assert len(value.args) == 3, ast.unparse(node)
 
 
 def empty_containers(node):

@@ -34,7 +34,9 @@ KEPT: Final = 4096
 _FRAME: Final = "_CheckpointFrame"
 _PLACE: Final = "_attnroute_policies"
 
-_POLICIES: Memory[Hashable, Policy] = Memory(KEPT)
+_POLICIES: Memory[Hashable, Policy] = Memory(
+    KEPT, f"{__name__}._POLICIES", "when the call runs outside of override()"
+)
 """Of calls inside an override and outside of frames; where there are any, every call is looked at."""
 
 

@@ -91,8 +91,14 @@ class Choice:
         return decide(self.call, self.host, load(self.policy.tables), self.policy)
 
 
-_CLASSES: Memory[object, Choice] = Memory(CLASSES_KEPT)
-_DECISIONS: Memory[object, Decision] = Memory(DECISIONS_KEPT)
+_CLASSES: Memory[object, Choice] = Memory(
+    CLASSES_KEPT,
+    f"{__name__}._CLASSES",
+    "when its backend fails",
+)
+_DECISIONS: Memory[object, Decision] = Memory(
+    DECISIONS_KEPT, f"{__name__}._DECISIONS", "when its backend fails"
+)
 
 
 def forget() -> None:

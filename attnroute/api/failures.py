@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Final
 
 from attnroute.executors import launch
-from attnroute.memory import Memory
+from attnroute.memory import REFUSED, Memory
 from attnroute.question.facts import LENGTH_FACTS, facts_of
 from attnroute.question.normalize import normalize
 from attnroute.question.policy import Policy, merge
@@ -19,7 +19,7 @@ _IGNORED: Final = LENGTH_FACTS | {"batch", "compiled", "cuda_graph", "dispatch_m
 """A kernel is compiled for all batches and lengths, and refuses eager and traced calls alike."""
 
 _KEPT: Final = 1024
-_FAILED: Memory[Hashable, dict[str, tuple[str]]] = Memory(_KEPT)
+_FAILED: Memory[Hashable, dict[str, tuple[str]]] = Memory(_KEPT, f"{__name__}._FAILED", REFUSED)
 
 
 def signature_of(call: Call, host: Host, policy: Policy) -> Hashable:

@@ -62,7 +62,11 @@ class Route:
     keeps: bool
 
 
-_ROUTES: Memory[object, Route] = Memory(ROUTES_KEPT)
+_ROUTES: Memory[object, Route] = Memory(
+    ROUTES_KEPT,
+    f"{__name__}._ROUTES",
+    "when its backend fails",
+)
 
 
 def lookup(key: object) -> Route | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 from attnroute.cli._parser import Parser, add_format
 from attnroute.errors import ArgumentError, did_you_mean, quoted
+from attnroute.memory import TABLES, cached
 from attnroute.report.rules import Row, render_row, row_json
 from attnroute.settings import current
 from attnroute.tables.load import Tables, load
@@ -34,7 +34,7 @@ def _find(wanted: str, tables: Tables) -> Row:
     return rows[wanted]
 
 
-@lru_cache(maxsize=4)
+@cached(4, TABLES)
 def _by_id(tables: Tables) -> dict[str, Row]:
     return {row.id: row for row in _rows(tables)}
 

@@ -8,13 +8,13 @@ same backend and repairs.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from attnroute.engine.evaluate import ROUTE_SCOPES
 from attnroute.engine.quadratic import may_grow
 from attnroute.engine.repairs import apply
+from attnroute.memory import TABLES, cached
 from attnroute.question.call import Call, Context, DocumentsNode, Strides, WindowNode
 from attnroute.question.facts import FACTS, LENGTH_FACTS, Facts, Unknown, Varies, empty_rows_of
 from attnroute.question.normalize import normalize, recognized
@@ -99,7 +99,7 @@ def _answers(facts: Facts, checks: tuple[conditions.Check, ...]) -> Hashable:
     return tuple(found)
 
 
-@lru_cache(maxsize=64)
+@cached(64, TABLES)
 def _length_checks(tables: Tables, arch: str) -> tuple[conditions.Check, ...]:
     """Return the conditions on lengths of an architecture, compiled, each term once."""
     boxes = [{field: spec} for field, spec in length_conditions(tables, arch)]

@@ -8,12 +8,13 @@ No sentence is made here before somebody reads it (`Evaluation.findings`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnroute.engine import repairs
 from attnroute.engine.finding import Finding, of_feature, of_rule, ranges_text
 from attnroute.errors import TableError
+from attnroute.memory import TABLES, cached
 from attnroute.question.call import Call
 from attnroute.question.facts import Facts, needed_features
 from attnroute.question.host import Host
@@ -138,7 +139,7 @@ class Prepared:
         return any(row.rule.is_absolute for row in self.rows or ())
 
 
-@lru_cache(maxsize=256)
+@cached(256, TABLES)
 def prepared(tables: Tables, host: Host, scopes: frozenset[str] = ROUTE_SCOPES) -> dict[str, Prepared]:
     """Return what is the same for every call on one host, by backend."""
     return {name: _prepared(tables, host, name, scopes) for name in tables.backends}

@@ -18,7 +18,7 @@ Listener = Callable[[str, str, float | None], None]
 
 _LISTENERS: dict[str, Listener] = {}
 _KEPT: Final = 4096
-_SEEN: Memory[Hashable, object] = Memory(_KEPT)
+_SEEN: Memory[Hashable, object] = Memory(_KEPT, f"{__name__}._SEEN", "never: what was called was called")
 
 
 def listen(backend: str, listener: Listener) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from attnroute.errors import AttnRouteError, KernelRefusedError
-from attnroute.memory import Memory
+from attnroute.memory import REFUSED, Memory
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -63,7 +63,7 @@ Listener = Callable[[Replaced], None]
 
 _LISTENERS: list[Listener] = []
 _KEPT: Final = 1024
-_REFUSED: Memory[Hashable, str] = Memory(_KEPT)
+_REFUSED: Memory[Hashable, str] = Memory(_KEPT, f"{__name__}._REFUSED", REFUSED)
 
 
 def listen(listener: Listener) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
 from importlib import import_module
 from typing import NoReturn
 
 from attnroute.errors import KernelRefusedError, TableError
 from attnroute.executors.launch import before_launch
 from attnroute.executors.protocol import Executor
+from attnroute.memory import INSTALLED, cached
 
 
 def executor(backend: str, module: str) -> Executor:
@@ -38,7 +38,7 @@ def is_imported(module: str) -> bool:
     return module in sys.modules
 
 
-@lru_cache(maxsize=64)
+@cached(64, INSTALLED)
 def _imported(backend: str, module: str) -> Executor:
     where = f"any/{backend}.toml: backend.module"
     try:

@@ -72,7 +72,7 @@ class Keeper:
         return _nothing, ()
 
 
-_OF_TENSORS: Memory[Hashable, Keeper] = Memory(TENSORS_KEPT)
+_OF_TENSORS: Memory[Hashable, Keeper] = Memory(TENSORS_KEPT, f"{__name__}._OF_TENSORS", "with its tensor")
 """Keepers by the place of their mark. One is stale once its tensor changes, and goes with the tensor."""
 
 

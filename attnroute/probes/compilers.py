@@ -7,8 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import lru_cache
 from typing import Final, NamedTuple
+
+from attnroute.memory import INSTALLED, cached
 
 CXX: Final = "c++"
 """What the tables call the C++ compiler that torch.compile needs for CPUs."""
@@ -29,7 +30,7 @@ def switched_off() -> str:
     return f"torch.compile is switched off by {' and '.join(named)}" if named else ""
 
 
-@lru_cache(maxsize=1)
+@cached(1, INSTALLED)
 def cxx() -> Found:
     """Return the C++ compiler that inductor would start: CXX where that is set, else the platform's own.
 
@@ -45,7 +46,7 @@ def cxx() -> Found:
     return _asked(path)
 
 
-@lru_cache(maxsize=1)
+@cached(1, INSTALLED)
 def c_for_triton() -> Found:
     """Return the C compiler with which Triton builds what launches its kernels: CC, gcc or clang."""
     named = os.environ.get("CC")

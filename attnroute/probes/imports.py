@@ -11,13 +11,13 @@ import contextlib
 import os
 import sys
 import warnings
-from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnroute.foreign import is_of_the_user, summarize_error
+from attnroute.memory import INSTALLED, cached
 from attnroute.probes import packages, torch_host
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def forget() -> None:
     torch_host.forget()
 
 
-@lru_cache(maxsize=64)
+@cached(64, INSTALLED)
 def _problems(libraries: Libraries, providers: Providers) -> dict[str, str]:
     """Return what keeps each provider from being imported; a need is met once one of its libraries can be."""
     problems: dict[str, str] = {}

@@ -7,7 +7,6 @@ are looked for where an import would find them.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.version import Version
 
 from attnroute.foreign import is_of_the_user, locate, summarize_error
+from attnroute.memory import INSTALLED, Memory, cached
 
 if TYPE_CHECKING:
     from attnroute.tables.providers import Part, Provider, Providers
@@ -39,23 +39,23 @@ class Found(NamedTuple):
     problem: str = ""
 
 
-_MARKED: dict[str, str] = {}
+_MARKED: Memory[str, str] = Memory(256, f"{__name__}._MARKED", INSTALLED)
 """What was found to be wrong with a provider later, by importing it."""
 
 
 def mark(provider: str, problem: str) -> None:
     """Remember for this process that a provider cannot be used, whatever its files look like."""
-    _MARKED[provider] = problem
+    _MARKED.put(provider, problem)
 
 
 def broken(providers: Providers) -> dict[str, str]:
     """Return distribution name to what is wrong with it, for every provider that cannot be used."""
-    return {**survey(providers).broken, **_MARKED}
+    return {**survey(providers).broken, **_MARKED.items()}
 
 
 def forget() -> None:
     """Look at everything again, e.g. after an install."""
-    _MARKED.clear()
+    _MARKED.forget()
     survey.cache_clear()
 
 
@@ -64,7 +64,7 @@ def installed(providers: Providers) -> dict[str, str]:
     return survey(providers).versions
 
 
-@lru_cache(maxsize=8)
+@cached(8, INSTALLED)
 def survey(providers: Providers) -> Survey:
     """Look at every provider once.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import sys
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnroute.foreign import summarize_error
+from attnroute.memory import INSTALLED, cached
 from attnroute.probes import compilers, packages
 from attnroute.question.host import Host, arch_of
 
@@ -20,7 +20,7 @@ _CUDNN_MAJOR = 10000
 _CUDNN_MINOR = 100
 
 
-@lru_cache(maxsize=64)
+@cached(64, INSTALLED)
 def host_of(device_type: str, index: int | None, providers: Providers) -> Host:
     """Return the host of one device.
 
@@ -72,7 +72,7 @@ def _avx2() -> compilers.Found:
     return compilers.Found(version="present")
 
 
-@lru_cache(maxsize=8)
+@cached(8, INSTALLED)
 def versions(providers: Providers) -> dict[str, str]:
     """Return the versions of torch, CUDA, cuDNN and every installed provider."""
     found = {"torch": torch.__version__, **packages.installed(providers)}
@@ -90,7 +90,7 @@ def _broken(providers: Providers) -> dict[str, str]:
     return {**packages.broken(providers), **({"cudnn": problem} if problem else {})}
 
 
-@lru_cache(maxsize=1)
+@cached(1, INSTALLED)
 def _cudnn() -> compilers.Found:
     try:
         number = torch.backends.cudnn.version()
@@ -102,8 +102,8 @@ def _cudnn() -> compilers.Found:
 
 def forget() -> None:
     """Look at everything again."""
-    for cached in (_cudnn, versions, host_of):
-        cached.cache_clear()
+    for found in (_cudnn, versions, host_of):
+        found.cache_clear()
 
 
 def cudnn_text(number: int) -> str:

@@ -7,12 +7,12 @@ field. What attnroute itself derives from records that passed there is made with
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attnroute.errors import ArgumentError, argument_error, did_you_mean
+from attnroute.memory import cached
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -46,7 +46,7 @@ def _made(kind: type[Kind], values: dict[str, Any], stated: set[str]) -> Kind:
     return made
 
 
-@lru_cache(maxsize=64)
+@cached(64)
 def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
     """Return the fields of a record in their order, each with its default."""
     return {name: field.get_default(call_default_factory=True) for name, field in kind.model_fields.items()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from attnroute.errors import printable
+from attnroute.memory import register
 from attnroute.question.line import render
 from attnroute.report.sentences import status, why_selected
 from attnroute.report.text import render_decision
@@ -26,6 +27,16 @@ class _Said:
 
 
 _SAID = _Said()
+
+
+def forget() -> None:
+    """Start anew, as if nothing had been announced."""
+    _SAID.backends.clear()
+    _SAID.last = None
+
+
+# One entry for each backend, and the one that was selected last.
+register(f"{__name__}._SAID", 64, "never: what was printed was printed", lambda: len(_SAID.backends), forget)
 
 
 def announce(decision: Decision, mode: Mode) -> None:
@@ -80,9 +91,3 @@ def _failed(decision: Decision) -> str:
     return "".join(
         f"; {v.backend} failed in this process ({v.excluded.origin})" for v in failed if v.excluded
     )
-
-
-def forget() -> None:
-    """Start anew, as if nothing had been announced."""
-    _SAID.backends.clear()
-    _SAID.last = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final
+
+from attnroute.memory import cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ _OR: Final = " | "
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?\+*")
 
 
-@lru_cache(maxsize=256)
+@cached(256)
 def alternatives(need: str) -> tuple[str, ...]:
     """Return the names one of which a need asks for; most ask for one name only."""
     return tuple(need.split(_OR))

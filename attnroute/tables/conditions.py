@@ -11,11 +11,11 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from attnroute.errors import did_you_mean, quoted, shortened
-from attnroute.memory import Memory
+from attnroute.memory import PURE, Memory, cached
 from attnroute.question.facts import FACTS, Unknown, Value, Varies
 
 Facts = Mapping[str, Value]
@@ -37,7 +37,7 @@ class Term:
     operand: int | float | str
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def parse(text: str) -> tuple[Term, ...]:
     """Parse comma-joined terms.
 
@@ -172,7 +172,7 @@ class Compiled:
 
 
 _KNOWN: Final = frozenset({bool, int, float, str})
-_COMPILED: Final[Memory[str, Compiled]] = Memory(8192)
+_COMPILED: Final[Memory[str, Compiled]] = Memory(8192, f"{__name__}._COMPILED", PURE)
 
 
 def compiled(boxes: Sequence[Mapping[str, Spec]]) -> Compiled:

@@ -15,10 +15,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
 from attnroute.errors import TableError, did_you_mean
+from attnroute.memory import INSTALLED, cached
 from attnroute.tables.providers import Providers, providers_of
 from attnroute.tables.read import read
 from attnroute.tables.rows import FeatureRow, OptionRow, RuleRow, wrong_device
@@ -358,7 +359,7 @@ def load(overlay: Path | None = None) -> Tables:
     return _load(None if overlay is None else overlay.absolute())
 
 
-@lru_cache(maxsize=8)
+@cached(8, INSTALLED)
 def _load(overlay: Path | None) -> Tables:
     if overlay is None:
         return Tables((shipped_folder(),))

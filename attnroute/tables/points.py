@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
+from attnroute.memory import TABLES, cached
 from attnroute.tables.versions import bound_of, contains, specifier
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def shared_points(distribution: str, *ranges: list[str]) -> tuple[Version, ...]:
     return _shared(distribution, tuple(tuple(options) for options in ranges))
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _shared(distribution: str, ranges: tuple[tuple[str, ...], ...]) -> tuple[Version, ...]:
     specs = {spec for options in ranges for option in options for spec in specifier(option)}
     bounds = {bound_of(distribution, spec) for spec in specs}
@@ -34,7 +34,7 @@ def _shared(distribution: str, ranges: tuple[tuple[str, ...], ...]) -> tuple[Ver
     return tuple(p for p in near if all(contains(list(o), distribution, str(p)) for o in ranges))
 
 
-@lru_cache(maxsize=512)
+@cached(512, TABLES)
 def points(tables: Tables, arch: str, backend: str, distribution: str) -> tuple[Version, ...]:
     """Return the first version of each stretch of versions in which a backend's rows say the same.
 

@@ -9,11 +9,11 @@ condition is a base order: it is the end of what most architectures say, and `an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnroute.errors import TableError
+from attnroute.memory import TABLES, cached
 from attnroute.tables.load import ANY
 from attnroute.tables.read import read
 from attnroute.tables.rows import PreferenceRow
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnroute.tables.load import Tables
 
 
-@lru_cache(maxsize=64)
+@cached(64, TABLES)
 def preferences(tables: Tables, arch: str) -> tuple[PreferenceRow, ...]:
     """Return every preference that may hold on an architecture, the one that counts most first.
 

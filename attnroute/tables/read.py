@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import tomllib
-from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from attnroute.errors import ECHO, TableError, shortened
+from attnroute.memory import INSTALLED, cached
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096, INSTALLED)
 def read(path: Path, model: type[_Model]) -> _Model:
     """Return a file as its model. It is read once; `read.cache_clear()` lets it be read again.
 

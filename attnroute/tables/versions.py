@@ -13,13 +13,13 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, Final
 
 from packaging.specifiers import Specifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from attnroute.errors import ECHO, argument_error, quoted
+from attnroute.memory import cached
 
 _CUDNN_PARTS = 3
 _CUDA_LOCAL = re.compile(r"cu(\d+)(\d)")
@@ -35,7 +35,7 @@ _ORDER: Final[dict[str, Callable[[Any, Any], bool]]] = {
 """The plain order of versions, in which `4.6.0.post1 > 4.6.0.dev0`; PEP 440 has exceptions there."""
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def specifier(text: str) -> SpecifierSet:
     """Parse one comma-joined range.
 
@@ -52,7 +52,7 @@ def specifier(text: str) -> SpecifierSet:
     return found
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def comparable(distribution: str, version: str) -> Version:
     """Return the version as the tables compare it.
 
@@ -105,7 +105,7 @@ def contains(ranges: str | list[str], distribution: str, version: str) -> bool:
     return any(_inside(option, distribution, version) for option in options)
 
 
-@lru_cache(maxsize=4096)
+@cached(4096)
 def _inside(option: str, distribution: str, version: str) -> bool:
     compared, published = comparable(distribution, version), _published(version)
     return all(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnroute.masks.tracing import is_traced
+from attnroute.memory import INSTALLED, cached
 
 
 def operator_of(name: str, query: Tensor) -> Any:
@@ -24,11 +24,11 @@ def operator_of(name: str, query: Tensor) -> Any:
     return _traced(name) if is_traced(query) else _eager(name)
 
 
-@cache
+@cached(64, INSTALLED)
 def _traced(name: str) -> Any:
     return getattr(torch.ops.aten, name).default
 
 
-@cache
+@cached(64, INSTALLED)
 def _eager(name: str) -> Any:
     return getattr(torch, name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from attnroute.executors.chunked import steps_eager
 from attnroute.executors.chunked.functions import ScoreFunction, is_wide
 from attnroute.executors.chunked.plan import Chunk, Geometry, Plan, make_plan, tiling_for
 from attnroute.executors.chunked.tile import Extras, Spec, TileSource
+from attnroute.memory import INSTALLED, cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ class Steps(NamedTuple):
 EAGER_STEPS = Steps(steps_eager.softmax_tile, steps_eager.grad_tile)
 
 
-@lru_cache(maxsize=1)
+@cached(1, INSTALLED)
 def fused_steps() -> Steps | None:
     """Return the steps as Triton kernels, or None where triton cannot be imported, for whatever reason."""
     try:
@@ -57,7 +57,7 @@ def steps_for(query: Tensor) -> Steps:
     return fused_steps() or EAGER_STEPS
 
 
-@lru_cache(maxsize=64)
+@cached(64, INSTALLED)
 def compiles_triton(device_index: int | None) -> bool:
     """Return whether Triton names this card as one it compiles for: compute capability 8.0 and later.
 

@@ -59,7 +59,9 @@ class Compiled:
 STRUCTURES_KEPT: Final = 512
 """Structures whose code is kept; each took seconds to compile, and a model has a handful."""
 
-_COMPILED: Memory[Hashable, Compiled] = Memory(STRUCTURES_KEPT)
+_COMPILED: Memory[Hashable, Compiled] = Memory(
+    STRUCTURES_KEPT, f"{__name__}._COMPILED", "with torch.compiler.reset()"
+)
 # dynamo remembers which lengths varied under the name of a function, so no name comes twice.
 _NUMBERS: Final = count(1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from attnroute.masks.lowered.blocks import BLOCK, Guess, guess
 from attnroute.masks.lowered.form import Extent, as_4d
 from attnroute.masks.lowered.mods import EVERYBODY, Names, entry, expression
 from attnroute.masks.tracing import is_tracing
+from attnroute.memory import cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -127,7 +127,7 @@ def _lists_alike(block_mask: BlockMask) -> bool:
     return all(one is None or other is None or one.stride() == other.stride() for one, other in pairs)
 
 
-@lru_cache(maxsize=BANDS_KEPT)
+@cached(BANDS_KEPT)
 def _of_band(mask: LoweredMask, extent: Extent, size: tuple[int, int], cute: bool) -> Blocked:
     with torch.inference_mode(mode=False), torch.no_grad():
         return Blocked(_expressed(mask, extent, cute), _listed_blocks(mask, extent, size), size)

@@ -7,7 +7,6 @@ counts from the bottom right, where a band that was said from the top left may h
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from attnroute.executors.packages.request import swapped
 from attnroute.executors.prepare.sink import sink_gradient as sum_of_sink
+from attnroute.memory import cached
 
 if TYPE_CHECKING:
     from attnroute.executors.packages.external import Gradients, Launched
@@ -47,7 +47,7 @@ def band_of(request: Request) -> Band:
     return _band(request.left, request.right, offset, single=request.max_seqlen_q == 1)
 
 
-@lru_cache(maxsize=1024)
+@cached(1024)
 def _band(left: int | None, right: int | None, offset: int | None, *, single: bool) -> Band:
     """Return the band of one request; `offset` is None where each sequence has its own."""
     if single and right is not None and right >= 0:

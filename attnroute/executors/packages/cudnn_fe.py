@@ -8,7 +8,6 @@ well; the log-sum-exp is natural and includes sinks; a ragged backward wants it 
 from __future__ import annotations
 
 import math
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -19,11 +18,12 @@ from attnroute.executors.aten import flash_ragged
 from attnroute.executors.packages.cudnn_band import band_of, settled, settled_gradients, sink_gradient
 from attnroute.executors.packages.external import External, Gradients, Launched
 from attnroute.executors.packages.request import Request, swapped
+from attnroute.memory import INSTALLED, cached
 
 _OPEN = -1
 
 
-@cache
+@cached(1, INSTALLED)
 def _operators() -> Any:
     import_module("cudnn.sdpa.fwd.torch_op")
     return torch.ops.cudnn

@@ -9,7 +9,6 @@ no softcap and pad the log-sum-exp of ragged batches.
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from importlib import import_module
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from attnroute.executors.packages.external import External, Gradients, Launched
 from attnroute.executors.packages.flash_attn import Sides, readable, sides_of
 from attnroute.executors.packages.request import Request
 from attnroute.masks.lowered import sequences
+from attnroute.memory import INSTALLED, cached
 
 _NEUTRAL: dict[str, Any] = {"softcap": 0.0, "seqused_k": None}
 """What an argument says where a release without it does the same."""
@@ -28,12 +28,12 @@ _UNUSED = ("block_table",)
 """Arguments without a default in some releases, of things that no request has."""
 
 
-@cache
+@cached(1, INSTALLED)
 def _module() -> Any:
     return import_module("flash_attn.flash_attn_interface")
 
 
-@cache
+@cached(16, INSTALLED)
 def _parameters(function: str) -> frozenset[str]:
     found = getattr(_module(), function)
     operator = getattr(found, "_opoverload", None)

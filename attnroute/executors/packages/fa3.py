@@ -7,7 +7,6 @@ tensors that are given. Builds differ in which arguments have a default and in w
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -17,12 +16,13 @@ from torch import Tensor
 from attnroute.executors.packages.external import External, Gradients, Launched
 from attnroute.executors.packages.flash_attn import readable, sides_of
 from attnroute.executors.packages.request import Request
+from attnroute.memory import INSTALLED, cached
 
 _LIBRARIES = ("flash_attn_3._C", "xformers.flash_attn_3._C")
 """Modules that register the operators when they are imported."""
 
 
-@cache
+@cached(1, INSTALLED)
 def _operators() -> Any:
     """Return the namespace of the operators.
 
@@ -45,7 +45,7 @@ def _operators() -> Any:
     raise ImportError(msg)
 
 
-@cache
+@cached(16, INSTALLED)
 def _arguments(operator: str) -> dict[str, bool]:
     """Return which arguments an operator has, and which of them must be given."""
     schema = getattr(_operators(), operator).default._schema

@@ -9,7 +9,6 @@ below its public ones are called, because those take an output and a log-sum-exp
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import torch
 from attnroute.executors.packages.external import External, Gradients, Launched
 from attnroute.executors.packages.flash_attn import check_sides, readable
 from attnroute.executors.prepare.sink import sink_gradient
+from attnroute.memory import INSTALLED, cached
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from attnroute.executors.packages.request import Request
 
 
-@cache
+@cached(1, INSTALLED)
 def _interface() -> Any:
     return import_module("flash_attn.cute.interface")
 
 
-@cache
+@cached(16, INSTALLED)
 def _names(function: str) -> frozenset[str]:
     return frozenset(inspect.signature(getattr(_interface(), function)).parameters)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -21,23 +20,24 @@ from attnroute.executors.packages.cudnn_band import Band, band_of, settled, sett
 from attnroute.executors.packages.external import External, Gradients, Launched
 from attnroute.executors.packages.request import Request
 from attnroute.masks.lowered import sequences
+from attnroute.memory import INSTALLED, cached
 
 _OPEN = -1
 _IMPLIED = frozenset({"o_format", "do_format", "dqkv_layout"})
 """Arguments that releases before 2.15 do not have: outputs and gradients were in the inputs' layout."""
 
 
-@cache
+@cached(1, INSTALLED)
 def _module() -> Any:
     return import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
 
 
-@cache
+@cached(16, INSTALLED)
 def _parameters(function: str) -> frozenset[str]:
     return frozenset(inspect.signature(getattr(_module(), function)).parameters)
 
 
-@cache
+@cached(8, INSTALLED)
 def _dtype(dtype: torch.dtype) -> Any:
     return import_module("transformer_engine.pytorch.constants").TE_DType[dtype]
 

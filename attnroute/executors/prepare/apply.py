@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 from typing import Final, cast
 
 import torch
@@ -18,6 +17,7 @@ from attnroute.executors.protocol import Executor, Inputs, Output, Plan
 from attnroute.masks.lowered.dense import additive, build
 from attnroute.masks.lowered.form import Extent, LoweredMask
 from attnroute.masks.tracing import address, holds, is_tracing
+from attnroute.memory import cached
 from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE
 
 PREPARED_LIMIT_BYTES: Final = 2**30
@@ -92,7 +92,7 @@ def _alibi(inputs: Inputs) -> Tensor:
     return slopes.detach().to(query.dtype).view(-1, query.shape[1], 1, 1) * distances
 
 
-@lru_cache(maxsize=BANDS_KEPT)
+@cached(BANDS_KEPT)
 def _distances(seqlen_q: int, seqlen_kv: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return minus the distances to the diagonal at the bottom right, the same for all layers."""
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -125,7 +125,7 @@ def _dense(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
     return inputs.keeper.keep(("dense", as_bias, query.dtype, extent, band), make)
 
 
-@lru_cache(maxsize=BANDS_KEPT)
+@cached(BANDS_KEPT)
 def _band(mask: LoweredMask, extent: Extent, dtype: torch.dtype) -> Tensor:
     """Causal and window masks are the same for all layers, and no object lives as long as they are needed."""
     with torch.inference_mode(mode=False), torch.no_grad():

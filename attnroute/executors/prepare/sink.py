@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -25,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from attnroute.executors.batched_gradients import in_turn
 from attnroute.executors.protocol import Executor, Inputs, Output, Pair, Plan, Ran
 from attnroute.masks.lowered.form import FULL, LoweredMask
+from attnroute.memory import cached
 
 _TENSORS = 4
 _SETTINGS = 7
@@ -73,7 +73,7 @@ def total(lse: Tensor, sink: Tensor) -> Tensor:
     return torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
 
 
-@lru_cache(maxsize=64)
+@cached(64)
 def _with_lse(plan: Plan) -> Plan:
     return replace(plan, return_lse=True)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import masking_utils
+
+from attnroute.memory import INSTALLED, cached
 
 MaskFunction = Callable[..., Any]
 Reader = Callable[[dict[str, Any]], "Reading | None"]
@@ -54,7 +55,7 @@ def _closure(function: FunctionType) -> dict[str, Any]:
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
-@lru_cache(maxsize=1)
+@cached(1, INSTALLED)
 def _known() -> dict[CodeType, Reader]:
     """The builders of the installed transformers whose functions still mean what they are known to mean."""
     # A mode around the first call, a tracer's for one, would answer with tensors of its own.

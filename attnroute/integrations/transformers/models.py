@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from attnroute.errors import argument_error
+from attnroute.memory import INSTALLED, cached
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -61,7 +62,7 @@ def _is_eager_only(place: str) -> bool:
     return _all_eager(place)
 
 
-@lru_cache(maxsize=512)
+@cached(512, INSTALLED)
 def _all_eager(place: str) -> bool:
     models = [m for m in _defined(place) if issubclass(m, PreTrainedModel)]
     return bool(models) and not any(getattr(m, flag, False) for m in models for flag in _FLAGS)
@@ -86,7 +87,7 @@ def _refuse_class(known: str, name: str, *_: Any, **__: Any) -> None:
     raise _not_routed(known, name)
 
 
-@lru_cache(maxsize=512)
+@cached(512, INSTALLED)
 def _computes_itself(place: str) -> bool:
     """Whether a module defines attention classes and never asks for an attention function."""
     home = vars(sys.modules[place]).values()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from attnroute.masks.lowered.region import block_matrices
 from attnroute.masks.tracing import is_tracing
+from attnroute.memory import PURE, cached, register
 
 if TYPE_CHECKING:
     from attnroute.masks.lowered.form import LoweredMask
@@ -31,6 +31,7 @@ CONSTANT_BANDS: Final = 8
 EVERYBODY: Final = "j >= 0"
 
 _CONSTANTS: set[int] = set()
+register(f"{__name__}._CONSTANTS", CONSTANT_BANDS, PURE, lambda: len(_CONSTANTS), _CONSTANTS.clear)
 
 
 @dataclass(slots=True)
@@ -121,7 +122,7 @@ def scalar(value: int, device: torch.device, shape: tuple[int, ...] = ()) -> Ten
     return _kept_scalar(value, device, shape)
 
 
-@lru_cache(maxsize=SCALARS_KEPT)
+@cached(SCALARS_KEPT)
 def _kept_scalar(value: int, device: torch.device, shape: tuple[int, ...]) -> Tensor:
     with torch.inference_mode(mode=False):
         return torch.full(shape, value, dtype=torch.int64, device=device)

@@ -17,6 +17,7 @@ from types import (
 from typing import TYPE_CHECKING, Any, Final
 
 from attnroute.masks.checks import is_tensor
+from attnroute.memory import cached
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +140,7 @@ def _attribute(value: object, name: str) -> object:
     return found.__func__ if isinstance(found, staticmethod | classmethod) else found
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(1024)
 def _names(code: CodeType) -> frozenset[str]:
     """Return the globals and attributes that code and the functions inside it name."""
     inner = (_names(part) for part in code.co_consts if isinstance(part, CodeType))

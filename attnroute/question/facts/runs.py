@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import Final, TypeAlias
 
+from attnroute.memory import cached
 from attnroute.question.call import (
     CausalNode,
     DocumentsNode,
@@ -23,7 +23,7 @@ Run: TypeAlias = Callable[[int, int], tuple[int, int]]
 """Takes batch row and query, gives the first and the last key."""
 
 
-@lru_cache(maxsize=64)
+@cached(64)
 def some_run_is_empty(nodes: tuple[MaskNode, ...], seqlen_q: int, seqlen_kv: int) -> bool | None:
     """Return whether the runs of keys that nodes allow have no key in common for some query.
 
