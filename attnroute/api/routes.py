@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.protocol import Executor, Inputs, Plan
 from attnroute.masks import Causal, Dense, Mask, Window
 from attnroute.masks.kept import keeper_of
-from attnroute.masks.lowered.form import FULL, Extent, LoweredMask
+from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, open_band
 from attnroute.masks.objects.ragged import Ragged
 from attnroute.masks.recognition.summary import inspect_mask
 from attnroute.masks.tracing import is_exporting
@@ -237,22 +237,8 @@ def _lowered(parts: tuple[Mask, ...], extent: Extent) -> LoweredMask:
     lowered = FULL
     for part in parts:
         lowered = part.lower(lowered, extent)
-    return _simplified(lowered, extent)
-
-
-def _simplified(lowered: LoweredMask, extent: Extent) -> LoweredMask:
-    """Open the sides of the band that rule nothing out, as `masks.normalize` does for the decision."""
     # An exported program holds for all lengths, also for those at which the band rules something out.
-    if lowered.diagonal is not None or is_exporting():
-        return lowered
-    low, high = lowered.band_lo, lowered.band_hi
-    if 0 in (extent.seqlen_q, extent.seqlen_kv):
-        low = high = None
-    if low is not None and low <= -(extent.seqlen_q - 1):
-        low = None
-    if high is not None and high >= extent.seqlen_kv - 1:
-        high = None
-    return replace(lowered, band_lo=low, band_hi=high)
+    return lowered if is_exporting() else open_band(lowered, extent)
 
 
 def _lower(inputs: Inputs, route: Route, problem: Problem) -> None:

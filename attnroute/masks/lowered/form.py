@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+from attnroute.question.normalize import Sizes, open_sides
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -32,6 +34,11 @@ class Extent(NamedTuple):
     def is_empty(self) -> bool:
         """There is no pair of a query and a key, and so nothing to mask."""
         return 0 in (self.seqlen_q, self.seqlen_kv)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What simplifying a mask depends on."""
+        return Sizes(self.batch, self.seqlen_q, self.seqlen_kv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +152,18 @@ def intersect(into: LoweredMask, part: LoweredMask) -> LoweredMask:
     )
 
 
+def open_band(lowered: LoweredMask, extent: Extent) -> LoweredMask:
+    """Open the sides of the band that rule nothing out at these lengths, as the decision does.
+
+    The band around a diagonal of its own stays: how far that reaches is in the values of a tensor.
+    """
+    if lowered.diagonal is not None:
+        return lowered
+    low = lowered.band_lo
+    left, right = open_sides(None if low is None else -low, lowered.band_hi, "top_left", extent.sizes)
+    return replace(lowered, band_lo=None if left is None else -left, band_hi=right)
+
+
 def as_4d(tensor: Tensor) -> Tensor:
     """Return a 0-, 1-, 2- or 4-D tensor with leading dimensions of size 1 added up to four."""
     return tensor if tensor.dim() == _DIMS else tensor[(None,) * (_DIMS - tensor.dim())]
@@ -155,6 +174,7 @@ def _band(into: LoweredMask, part: LoweredMask) -> _Changes:
         return {}
     if into.band_lo is None and into.band_hi is None:
         return {"band_lo": part.band_lo, "band_hi": part.band_hi, "diagonal": part.diagonal}
+    # Tensors are compared by identity, because comparing values would wait for the device.
     if into.diagonal is not part.diagonal:
         band = LoweredMask(band_lo=part.band_lo, band_hi=part.band_hi, diagonal=part.diagonal)
         return {"either": ((band,),)}
@@ -187,6 +207,7 @@ def _keys(into: LoweredMask, part: LoweredMask) -> _Changes:
     counts, side = part.key_counts, part.padding_side
     if into.key_keep is not None:
         alike = side is not None and side == into.padding_side
+        # Padding at both sides, or anywhere, is no count any more: only the flags tell which keys exist.
         counts = _fewer(into.key_counts, counts) if alike else None
     keep = _both(into.key_keep, part.key_keep)
     return {"key_keep": keep, "key_counts": counts, "padding_side": None if counts is None else side}

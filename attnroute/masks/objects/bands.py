@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attnroute.errors import argument_error
 from attnroute.masks import checks
 from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, intersect
-from attnroute.masks.objects.base import Lengths, Mask, prepared, sizes_of
+from attnroute.masks.objects.base import Lengths, Mask, prepared
 from attnroute.question.call import CausalNode, MaskNode, PrefixNode, WindowNode
 from attnroute.question.normalize import prefix_as
 
@@ -153,7 +153,7 @@ class PrefixLM(Mask):
     def _lowered(self, extent: Extent) -> LoweredMask:
         from attnroute.masks.lowered.padding import first_keys
 
-        simple = prefix_as(self._node(), sizes_of(extent))
+        simple = prefix_as(self._node(), extent.sizes)
         causal = LoweredMask(band_hi=_offset(self.alignment, extent))
         if not simple or isinstance(simple[0], CausalNode):
             return causal if simple else FULL

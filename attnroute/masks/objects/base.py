@@ -21,7 +21,7 @@ from attnroute.masks.objects.identity import format_field, identity
 from attnroute.memory import KEEPER
 from attnroute.question import fits
 from attnroute.question.call import AnyNode, MaskNode, NotNode
-from attnroute.question.normalize import Sizes, alive, conjunction
+from attnroute.question.normalize import alive, conjunction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,7 +216,7 @@ class Either(_Combined):
         return intersect(into, prepared(self, extent, lambda: self._lowered(extent)))
 
     def _lowered(self, extent: Extent) -> LoweredMask:
-        found = alive([part.describe(extent) for part in self.parts], sizes_of(extent))
+        found = alive([part.describe(extent) for part in self.parts], extent.sizes)
         if found is None:
             return FULL
         lowered = tuple(self.parts[place].lower(FULL, extent) for place, _ in found)
@@ -270,11 +270,6 @@ class Not(_Combined):
         return f"~({self.part!r})" if is_longer else f"~{self.part!r}"
 
 
-def sizes_of(extent: Extent) -> Sizes:
-    """Return what simplifying a mask needs to know of the sizes that it is read at."""
-    return Sizes(extent.batch, extent.seqlen_q, extent.seqlen_kv)
-
-
 def prepared(mask: Mask, extent: Extent, make: Callable[[], LoweredMask]) -> LoweredMask:
     """Return what a mask is lowered to alone, made once per extent as long as none of its tensors changes."""
     # Imported here for the same reason.
@@ -288,7 +283,7 @@ def allows_all(mask: Mask, extent: Extent) -> bool:
 
     It must then not be in the lowered mask either: the chosen kernel may not support it.
     """
-    return not conjunction(mask.describe(extent), sizes_of(extent))
+    return not conjunction(mask.describe(extent), extent.sizes)
 
 
 def _check_parts(name: str, parts: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attnroute.errors import argument_error
 from attnroute.masks import checks
 from attnroute.masks.lowered.form import Extent, LoweredMask
-from attnroute.masks.objects.base import Mask, sizes_of
+from attnroute.masks.objects.base import Mask
 from attnroute.question.call import CausalNode, DocumentsNode, MaskNode, WindowNode
 from attnroute.question.normalize import open_sides
 
@@ -120,7 +120,7 @@ class Ragged(Mask):
             keys = sequences.tokens("cu_seqlens_kv", self.cu_seqlens_kv, extent.seqlen_kv, extent.device)
             longest_kv = self.max_seqlen_kv or extent.seqlen_kv
         # As the decision does: a kernel without bands must not meet one that rules nothing out.
-        left, right = open_sides(self.left, self.right, self.alignment, sizes_of(extent))
+        left, right = open_sides(self.left, self.right, self.alignment, extent.sizes)
         band = left is not None or right is not None
         return replace(
             into,

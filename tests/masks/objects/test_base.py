@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from support.mask_objects import HEADS, KINDS, combined, simple
 
 from attnroute import masks
-from attnroute.api.routes import _simplified
 from attnroute.errors import ArgumentError
 from attnroute.masks.lowered.dense import build
-from attnroute.masks.lowered.form import FULL, Extent, LoweredMask
-from attnroute.masks.objects.base import sizes_of
+from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, open_band
 from attnroute.question.call import (
     AnyNode,
     CausalNode,
@@ -98,8 +96,8 @@ def test_kernels_get_no_more_than_the_decision_was_told(data, sizes):
     mask, wanted = data.draw(combined(*sizes))
     batch, seqlen_q, seqlen_kv = sizes
     extent = Extent(batch, HEADS, seqlen_q, seqlen_kv)
-    said = conjunction(mask.describe(extent), sizes_of(extent))
-    lowered = _simplified(mask.lower(FULL, extent), extent)
+    said = conjunction(mask.describe(extent), extent.sizes)
+    lowered = open_band(mask.lower(FULL, extent), extent)
     parts = {
         "band": (CausalNode | WindowNode, {"band_lo": None, "band_hi": None}),
         "keys": (KeyPaddingNode, {"key_keep": None, "key_counts": None, "padding_side": None}),
