@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from support.strategies import calls, hosts
 
 from attnroute.engine.classes import class_of, length_conditions
 from attnroute.engine.decide import decide
-from attnroute.question.call import Call
+from attnroute.errors import ArgumentError
+from attnroute.question import fits
+from attnroute.question.call import Call, DenseBias, DenseNode, FunctionNode
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.tables.load import load
 
-LENGTHS = st.sampled_from([1, 2, 63, 64, 100, 127, 128, 129, 192, 256, 320, 704, 1024, 4096, 65536, 70000])
+STEPS = (128, -128, 1, -1, 2, 37, 64, 640, 1280, 12800)
+"""Lengths so far apart are often of one class: rows ask what 128 divides, and whether there are any."""
 H100 = Host(arch="sm_90", versions={"torch": "2.11.0+cu130", "cudnn": "9.19.0"})
 DECODE = {
     "dtype": "bfloat16",
@@ -34,16 +37,50 @@ def outcome(call, host):
     return decision.selected, decision.order, verdicts
 
 
-@settings(max_examples=60)
-@given(calls(), hosts(), LENGTHS, LENGTHS, st.booleans())
-def test_equal_classes_have_equal_outcomes(call, host, seqlen_q, seqlen_kv, square):
+def at_lengths(call, seqlen_q, seqlen_kv):
+    """Return a call with other lengths, its tensors of as many rows and columns."""
+    sizes = {call.seqlen_kv: seqlen_kv, call.seqlen_q: seqlen_q}
+
+    def resized(node):
+        if isinstance(node, DenseNode | DenseBias):
+            return node.model_copy(update={"shape": tuple(sizes.get(size, size) for size in node.shape)})
+        if isinstance(node, FunctionNode) and node.block_mask_shape is not None:
+            return node.model_copy(update={"block_mask_shape": (seqlen_q, seqlen_kv)})
+        return node
+
+    mask = tuple(resized(node) for node in call.mask)
+    return call.with_(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask, bias=resized(call.bias))
+
+
+@st.composite
+def pairs_of_a_class(draw):
+    """Draw a host and two calls of one class that differ in their lengths."""
+    call, host = draw(calls()), draw(hosts())
+    where = class_of(call, host.arch, load())
+    assume(where is not None)
+    for step in draw(st.permutations(STEPS)):
+        for queries, keys in ((step, step), (0, step), (step, 0)):
+            if call.seqlen_q + queries < 0 or call.seqlen_kv + keys < 0:
+                continue
+            other = at_lengths(call, call.seqlen_q + queries, call.seqlen_kv + keys)
+            if class_of(other, host.arch, load()) == where and is_callable(other):
+                return host, call, other
+    return reject()
+
+
+def is_callable(call):
     try:
-        other = call.with_(seqlen_q=seqlen_kv if square else seqlen_q, seqlen_kv=seqlen_kv)
-    except ValueError:
-        return
-    first, second = (class_of(c, host.arch, load()) for c in (call, other))
-    if first is not None and first == second:
-        assert outcome(call, host) == outcome(other, host)
+        fits.check(call)
+    except ArgumentError:
+        return False
+    return True
+
+
+@settings(max_examples=60)
+@given(pairs_of_a_class())
+def test_equal_classes_have_equal_outcomes(pair):
+    host, call, other = pair
+    assert outcome(call, host) == outcome(other, host)
 
 
 @pytest.mark.parametrize("phase", ["inference", "training"])
