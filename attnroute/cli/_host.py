@@ -13,7 +13,7 @@ from attnroute.question.host import Host
 from attnroute.report.sentences import listed
 from attnroute.tables.alternatives import names_in
 from attnroute.tables.cards import suggestion
-from attnroute.tables.load import Tables
+from attnroute.tables.load import Tables, shipped_folder
 from attnroute.tables.releases import companions_of, known
 from attnroute.tables.versions import comparable, version_of
 
@@ -96,13 +96,13 @@ def _assumed(arch: str, given: dict[str, str], without: list[str]) -> tuple[dict
     """Fill in what was left out: the newest known torch, and what its default wheel brings along."""
     if "torch" in without:
         return {}, ""
-    assumed = {} if "torch" in given else {"torch": known()[-1].torch}
+    assumed = {} if "torch" in given else {"torch": known(shipped_folder())[-1].torch}
     if arch == "cpu":
         clauses = [_said(assumed, "the newest known release")] if assumed else []
         usual = {n: v for n, v in _PROCESSOR.items() if n not in given and n not in without}
         clauses += [_said(usual, "as most machines have")] if usual else []
         return {**assumed, **usual}, "; ".join(clauses)
-    torch = given.get("torch", known()[-1].torch)
+    torch = given.get("torch", known(shipped_folder())[-1].torch)
     open_names = [n for n in _WHEEL if n not in given and n not in without]
     brought, unknown = _brought(torch, given, open_names)
     assumed |= brought
@@ -112,7 +112,7 @@ def _assumed(arch: str, given: dict[str, str], without: list[str]) -> tuple[dict
 
 def _brought(torch: str, given: dict[str, str], names: list[str]) -> tuple[dict[str, str], str]:
     """Return what torch's wheel is known to bring along, and a clause about what is not known."""
-    wheel = companions_of(torch)
+    wheel = companions_of(torch, shipped_folder())
     cuda = version_of("cuda", {"torch": torch, **given})
     if wheel is None:
         brought, reason = {}, f"torch {torch}"

@@ -22,6 +22,7 @@ from attnroute.errors import TableError, did_you_mean
 from attnroute.memory import INSTALLED, cached
 from attnroute.tables.providers import Providers, providers_of
 from attnroute.tables.read import read
+from attnroute.tables.releases import with_tested_versions
 from attnroute.tables.rows import FeatureRow, OptionRow, RuleRow, wrong_device
 from attnroute.tables.schema import (
     BACKEND,
@@ -341,7 +342,7 @@ class Tables:
 
     def _info(self, backend: str) -> BackendInfo | None:
         found = [table.backend for table in self.files(ANY, backend) if table.backend is not None]
-        return found[-1] if found else None
+        return with_tested_versions(found[-1], self.folders[0]) if found else None
 
     def _names(self, scope: str) -> list[str]:
         found = {p.stem for folder in self.folders for p in (folder / scope).glob("*.toml")}

@@ -67,6 +67,13 @@ def _check_ranges(ranges: dict[str, Ranges]) -> dict[str, Ranges]:
     return ranges
 
 
+def _check_known(known: dict[str, Ranges]) -> dict[str, Ranges]:
+    for name, option in known.items():
+        texts = [option] if isinstance(option, str) else option
+        _check_ranges({name: [text.replace(versions.UNTESTED, "<1") for text in texts]})
+    return known
+
+
 Box = dict[str, Spec]
 Versions = Annotated[dict[str, Ranges], AfterValidator(_check_ranges)]
 
@@ -254,7 +261,8 @@ class BackendInfo(_Row):
         module: The module whose `executor` runs it; nothing is imported before the backend is first selected.
         provider: The distribution that ships it.
         needs: Every distribution or library that must be there.
-        versions_known: No statement is made outside these ranges: the verdict there is unknown.
+        versions_known: No statement is made outside these ranges: the verdict there is unknown. `<untested`
+            ends at the release that `releases.toml` names.
         operators: The operators whose appearance shows that this backend ran.
         memory: "linear" or "quadratic" in the sequence length.
         devices: The kinds of device that it runs on; absent where it runs on every one.
@@ -266,7 +274,7 @@ class BackendInfo(_Row):
     module: Module
     provider: str
     needs: list[str]
-    versions_known: Versions
+    versions_known: Annotated[dict[str, Ranges], AfterValidator(_check_known)]
     operators: list[str]
     memory: Literal["linear", "quadratic"]
     devices: Devices | None = None

@@ -21,6 +21,8 @@ from packaging.version import InvalidVersion, Version
 from attnroute.errors import ECHO, argument_error, quoted
 from attnroute.memory import cached
 
+UNTESTED: Final = "<untested"
+"""The end of a backend's known versions; `releases.toml` names the release of each package."""
 _CUDNN_PARTS = 3
 _CUDA_LOCAL = re.compile(r"cu(\d+)(\d)")
 _ORDER: Final[dict[str, Callable[[Any, Any], bool]]] = {

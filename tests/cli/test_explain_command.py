@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -15,8 +16,10 @@ from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.question.policy import Policy, merge
 from attnroute.report.json import decision_from_json
+from attnroute.tables.load import shipped_folder
 from attnroute.tables.releases import companions_of, known
 
+RELEASES = known(shipped_folder())
 CALL = "bf16 b2 hq32 hkv8 sq4096 skv4096 d128 causal train"
 H100 = '{"arch": "sm_90", "device_name": "H100", "versions": {"torch": "2.11.0+cu130", "cudnn": "9.19.0"}}'
 
@@ -148,7 +151,7 @@ def test_every_package_that_a_backend_needs_can_be_given(capsys, name) -> None:
 @pytest.mark.parametrize(
     ("words", "versions", "said"),
     [
-        ([], known()[-1]._asdict(), "(the newest known release)"),
+        ([], RELEASES[-1]._asdict(), "(the newest known release)"),
         (
             ["--with", "torch=2.11"],
             {"torch": "2.11", "cuda": "13.0", "cudnn": "9.19.0", "triton": "3.6.0"},
@@ -168,7 +171,7 @@ def test_every_package_that_a_backend_needs_can_be_given(capsys, name) -> None:
         (["--without", "torch"], {}, ""),
         (
             ["--without", "cudnn"],
-            {name: value for name, value in known()[-1]._asdict().items() if name != "cudnn"},
+            {name: value for name, value in RELEASES[-1]._asdict().items() if name != "cudnn"},
             "torch",
         ),
     ],
@@ -185,8 +188,16 @@ def test_what_was_not_said_about_a_machine_is_assumed_aloud(words, versions, sai
 @pytest.mark.parametrize(
     ("words", "versions", "said"),
     [
-        ([], {"torch": known()[-1].torch, "c++": "present", "avx2": "present"}, "(as most machines have)"),
-        (["--without", "c++"], {"torch": known()[-1].torch, "avx2": "present"}, "avx2 present"),
+        (
+            [],
+            {"torch": RELEASES[-1].torch, "c++": "present", "avx2": "present"},
+            "(as most machines have)",
+        ),
+        (
+            ["--without", "c++"],
+            {"torch": RELEASES[-1].torch, "avx2": "present"},
+            "avx2 present",
+        ),
         (
             ["--with", "torch=2.9", "--with", "c++=13", "--without", "avx2"],
             {"torch": "2.9", "c++": "13"},
@@ -210,10 +221,13 @@ def test_what_compiles_is_not_called_unavailable_for_want_of_a_compiler(capsys) 
 
 
 def test_the_newest_release_is_the_one_with_the_highest_version() -> None:
-    assert known()[-1].torch == max((c.torch for c in known()), key=lambda t: [int(n) for n in t.split(".")])
-    assert companions_of("2.11.0") == ("2.11.0", "13.0", "9.19.0", "3.6.0")
-    assert companions_of("2.11") == companions_of("2.11.0")
-    assert companions_of("3.0") is None
+    assert RELEASES[-1].torch == max(
+        (c.torch for c in RELEASES), key=lambda t: [int(n) for n in t.split(".")]
+    )
+    wheel_of = partial(companions_of, folder=shipped_folder())
+    assert wheel_of("2.11.0") == ("2.11.0", "13.0", "9.19.0", "3.6.0")
+    assert wheel_of("2.11") == wheel_of("2.11.0")
+    assert wheel_of("3.0") is None
 
 
 def test_without_torch_the_question_about_this_machine_is_one_sentence(monkeypatch, capsys) -> None:

@@ -7,6 +7,7 @@ file anew and fails, so that nobody takes such a run for a pass; then read the d
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -21,4 +22,9 @@ def check(name, text):
         path.write_text(text, encoding="utf-8")
         pytest.fail(f"{path.name} was written anew; read the difference, then run without GOLDEN_UPDATE.")
     assert path.is_file(), f"{path.name} is missing; {__doc__}"
-    assert text == path.read_text(encoding="utf-8"), __doc__
+    assert but_for_newest(text) == but_for_newest(path.read_text(encoding="utf-8")), __doc__
+
+
+def but_for_newest(text):
+    """Leave out up to which release a hint holds: looking at a new release moves that and nothing else."""
+    return re.sub(r"< \d[\w.]*", "< the first untested", text)

@@ -12,7 +12,7 @@ from attnroute.engine.decide import decide
 from attnroute.engine.evaluate import missing_needs
 from attnroute.question.call import Call
 from attnroute.question.host import Host
-from attnroute.tables.load import load
+from attnroute.tables.load import load, shipped_folder
 from attnroute.tables.releases import companions_of
 from attnroute.tables.versions import comparable
 
@@ -30,7 +30,7 @@ def machine(number):
         return host.with_versions({"c++": "present", "avx2": "present", **host.versions})
     if "torch" not in host.versions:
         return host
-    wheel = companions_of(str(comparable("torch", host.versions["torch"])))
+    wheel = companions_of(str(comparable("torch", host.versions["torch"])), shipped_folder())
     return host.with_versions({"triton": wheel.triton if wheel else "present", **host.versions})
 
 
