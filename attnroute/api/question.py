@@ -29,7 +29,8 @@ def call_of(problem: Problem, *, recognize: bool) -> Call:
     """
     given, extent = problem.given, example_extent(problem.extent)
     bias = _bias(problem)
-    return Call(
+    # The arguments are checked by now.
+    return Call.unchecked(
         dtype=dtype_word(problem.query.dtype),
         batch=extent.batch,
         num_heads_q=extent.num_heads_q,
@@ -50,7 +51,7 @@ def call_of(problem: Problem, *, recognize: bool) -> Call:
         return_lse=given.return_lse,
         qkv_requires_grad=_trains_inputs(problem, bias),
         strides=strides_of(problem),
-        context=Context(
+        context=Context.unchecked(
             compiled=problem.traced,
             cuda_graph=_is_captured(problem),
             transform=cast("Transform | None", problem.transform),
@@ -126,12 +127,12 @@ def strides_of(problem: Problem) -> Strides:
         return Strides()
     tensors = (problem.query, problem.key, problem.value)
     # Only documents and padding, which are masks, can become a ragged batch.
-    tokens = () if problem.mask is None else (t.transpose(1, 2) for t in tensors)
-    return Strides(
+    tokens = () if problem.mask is None else [t.transpose(1, 2) for t in tensors]
+    return Strides.unchecked(
         last_dim_contiguous=all(holds(t.stride(-1) == 1) for t in tensors),
-        packed=all(t.is_contiguous() or t.transpose(1, 2).is_contiguous() for t in tensors),
-        tokens_contiguous=all(t.is_contiguous() for t in tokens),
-        aligned_16=all(_aligned(t) for t in tensors),
+        packed=False not in [t.is_contiguous() or t.transpose(1, 2).is_contiguous() for t in tensors],
+        tokens_contiguous=False not in [t.is_contiguous() for t in tokens],
+        aligned_16=False not in [_aligned(t) for t in tensors],
         kv_heads_expanded=not all(holds(t.shape[1] <= 1) or holds(t.stride(1) != 0) for t in tensors[1:]),
     )
 

@@ -38,7 +38,7 @@ class Causal(Mask):
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the causal node."""
-        return (CausalNode(alignment=self.alignment),)
+        return (CausalNode.unchecked(alignment=self.alignment),)
 
     def key(self) -> object:
         """Return what the description depends on."""
@@ -84,7 +84,7 @@ class Window(Mask):
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the window node."""
-        return (WindowNode(left=self.left, right=self.right, alignment=self.alignment),)
+        return (WindowNode.unchecked(left=self.left, right=self.right, alignment=self.alignment),)
 
     def key(self) -> object:
         """Return what the description depends on."""
