@@ -57,24 +57,25 @@ def class_of(call: Call, arch: str, tables: Tables) -> Hashable | None:
     """
     if call.batch > GRID_LIMIT or call.num_heads_q > GRID_LIMIT:
         return None
-    given, read = normalize(call), recognized(call)
-    return (_form(given, arch, tables), None if read is None else _form(read, arch, tables))
+    given = _form(normalize(call), arch, tables)
+    read = recognized(call) if call.mask else None
+    return given if read is None else (given, _form(read, arch, tables))
 
 
 def _form(call: Call, arch: str, tables: Tables) -> Hashable:
     facts = Facts(call)
-    return (_FIXED(call), _mask(call, facts), _answers(facts, _length_checks(tables, arch)))
+    is_plain = not call.mask and call.bias is None
+    mask = empty_rows_of(call) if is_plain else _mask(call, facts)
+    return (_FIXED(call), mask, _answers(facts, _length_checks(tables, arch)))
 
 
 def _mask(call: Call, facts: Facts) -> Hashable:
     """Return what decisions read in mask and bias, their sizes aside."""
-    if not call.mask and call.bias is None:
-        return facts["empty_rows"]
     # Whether a mask that is built makes memory quadratic, and what it then is, depends on these.
     sizes = (may_grow(facts), call.seqlen_q > 1)
     if call.bias is None and facts["band_only"]:
         bands = [(n.left, n.right) if isinstance(n, WindowNode) else n.kind for n in call.mask]
-        return (tuple(bands), facts["alignment"], facts["empty_rows"], sizes)
+        return (tuple(bands), facts["alignment"], empty_rows_of(call), sizes)
     nodes = tuple((n.kind, n.contiguous if isinstance(n, DocumentsNode) else None) for n in call.mask)
     rows = empty_rows_of(call.changed(bias=None)) if call.mask else None
     return (tuple(facts[name] for name in _OTHER_FACTS), nodes, rows, sizes, _repaired(call, facts))

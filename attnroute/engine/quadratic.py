@@ -11,12 +11,13 @@ from typing import Final
 
 from attnroute.question.call import Call
 from attnroute.question.facts import Facts
-from attnroute.tables import conditions
+from attnroute.tables.conditions import compiled
 
 SMALL_MASK: Final = ("mask_elements", "<4194304")
 """The condition under which a mask of padded rows is too small to count. Below 2048 queries and keys it takes
 less than 4 MiB, and the kernels that need none (flex, chunked) take the host longer: the preference
 "predicate" begins there too, with its evidence."""
+_IS_SMALL: Final = compiled([dict([SMALL_MASK])])
 _SCORE_BYTES: Final = 4
 """The composed backend keeps its scores in float32."""
 
@@ -39,5 +40,4 @@ def may_grow(facts: Facts) -> bool:
     """
     if facts["mask_has_query_dim"] is True:
         return False
-    field, spec = SMALL_MASK
-    return facts["layout"] == "thd" or conditions.evaluate(spec, facts[field], facts) != "true"
+    return facts["layout"] == "thd" or _IS_SMALL.answer(facts) != "true"

@@ -102,7 +102,7 @@ def recognized(call: Call) -> Call | None:
 
     Tensors inside a disjunction or a negation stay what they are: nobody looks into them.
     """
-    if not [n for n in call.mask if isinstance(n, DenseNode) and n.recognized is not None]:
+    if not call.mask or not [n for n in call.mask if isinstance(n, DenseNode) and n.recognized is not None]:
         return None
     nodes: list[MaskNode] = []
     for node in call.mask:
@@ -122,7 +122,8 @@ def conjunction(nodes: Nodes, sizes: Sizes) -> Nodes:
     """Return the nodes that all must allow, simplified and each said once; none where there is no pair."""
     if sizes.is_empty:
         return ()
-    sizes = sizes._replace(cross=_is_cross(nodes))
+    if sizes.cross is not (cross := _is_cross(nodes)):
+        sizes = sizes._replace(cross=cross)
     simple: list[MaskNode] = []
     for node in nodes:
         for part in _simplified(node, sizes):

@@ -7,14 +7,12 @@ field. What attnroute itself derives from records that passed there is made with
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attnroute.errors import ArgumentError, argument_error, did_you_mean
 from attnroute.memory import cached
-
-Kind = TypeVar("Kind", bound=BaseModel)
 
 _SHOULD: Final = re.compile(r"^\w+ should (be|have) ")
 
@@ -27,28 +25,22 @@ class Record(BaseModel):
     @classmethod
     def unchecked(cls, **fields: Any) -> Self:
         """Return a record of fields that are known to be right; those left out have their defaults."""
-        values = _defaults(cls).copy()
-        values.update(fields)
-        return _made(cls, values, set(fields))
+        # What pydantic's `model_construct` does for a class without aliases, private fields and hooks.
+        made = object.__new__(cls)
+        object.__setattr__(made, "__dict__", {**_defaults(cls), **fields})
+        object.__setattr__(made, "__pydantic_fields_set__", set(fields))
+        object.__setattr__(made, "__pydantic_extra__", None)
+        object.__setattr__(made, "__pydantic_private__", None)
+        return made
 
     def changed(self, **changes: Any) -> Self:
         """Return a copy with other values of some fields, which are known to be right."""
-        return _made(type(self), {**self.__dict__, **changes}, {*self.model_fields_set, *changes})
-
-
-def _made(kind: type[Kind], values: dict[str, Any], stated: set[str]) -> Kind:
-    # What pydantic's `model_construct` does for a class without aliases, private fields and hooks.
-    made = object.__new__(kind)
-    object.__setattr__(made, "__dict__", values)
-    object.__setattr__(made, "__pydantic_fields_set__", stated)
-    object.__setattr__(made, "__pydantic_extra__", None)
-    object.__setattr__(made, "__pydantic_private__", None)
-    return made
+        return self.unchecked(**{**self.__dict__, **changes})
 
 
 @cached(64)
 def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the fields of a record in their order, each with its default."""
+    """Return the fields of a record in their order, each with its default, which no record changes."""
     return {name: field.get_default(call_default_factory=True) for name, field in kind.model_fields.items()}
 
 

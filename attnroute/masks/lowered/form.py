@@ -157,9 +157,9 @@ def open_band(lowered: LoweredMask, extent: Extent) -> LoweredMask:
 
     The band around a diagonal of its own stays: how far that reaches is in the values of a tensor.
     """
-    if lowered.diagonal is not None:
-        return lowered
     low = lowered.band_lo
+    if lowered.diagonal is not None or (low is None and lowered.band_hi is None):
+        return lowered
     left, right = open_sides(None if low is None else -low, lowered.band_hi, "top_left", extent.sizes)
     return replace(lowered, band_lo=None if left is None else -left, band_hi=right)
 

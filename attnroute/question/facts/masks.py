@@ -165,7 +165,7 @@ def mask_rank_2_or_4(call: Call) -> bool:
 @fact()
 def mask_has_query_dim(call: Call) -> bool:
     """A mask or bias tensor has its own row for every query."""
-    return any(len(t.shape) >= 2 and t.shape[-2] > 1 for t in _tensors(call))
+    return bool([t for t in _tensors(call) if len(t.shape) >= 2 and t.shape[-2] > 1])
 
 
 @fact(feature="dense_bias")
