@@ -1,4 +1,4 @@
-"""Bias objects: what is done to scaled scores before the softmax, as things that can be read and combined.
+"""Bias objects: changes of the scaled scores before the softmax, which combine with `+`.
 
 `attention(bias=...)` takes one. The order is fixed: scale, softcap, then the bias, the ALiBi term or the
 function, then the mask, then the sink. Importing this module loads no torch.
@@ -32,10 +32,10 @@ class Bias(ABC):
 
     @abstractmethod
     def _identity(self) -> object:
-        """What equality and hash compare: tensors and functions by identity, numbers by value."""
+        """Return what `==` and `hash` compare: tensors and functions by identity, numbers by value."""
 
     def __add__(self, other: object) -> Bias:
-        """Both are done, the softcap first whatever the order of the terms.
+        """Apply both, the softcap first whatever the order of the terms.
 
         Raises:
             ArgumentError: The other is no bias object, or both are of one kind.
@@ -158,7 +158,7 @@ class Softcap(Bias):
         return self.value
 
     def __repr__(self) -> str:
-        """Say it as it is written."""
+        """Return the code that makes it."""
         return f"Softcap({self.value})"
 
 
@@ -177,7 +177,7 @@ class Sum(Bias):
         return self.terms
 
     def __repr__(self) -> str:
-        """Say it as it is written."""
+        """Return the code that makes it."""
         return " + ".join(map(repr, self.terms))
 
 

@@ -1,1 +1,1 @@
-"""Bridges to other libraries. Each module imports its library only when it is used."""
+"""Integrations with other libraries, each of which is imported only when its integration is used."""

@@ -45,6 +45,7 @@ class Mark:
         base = tensor._base
         storage = _own_storage(tensor, base, views)
         self._state = _state(tensor, base)
+        # A tensor and its views have one storage; what is kept of it and what is kept of them lies apart.
         self.place: Hashable = id(tensor) if storage is None else (storage._cdata, base is None)
         # When the interpreter ends, no name of this module may be needed.
         callback = None if ended is None else lambda _, ended=ended, place=self.place: ended(place)

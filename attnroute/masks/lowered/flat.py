@@ -1,4 +1,4 @@
-"""A lowered mask as a text, tensors and numbers: what an operator's arguments can hold.
+"""Turn a lowered mask into a text, tensors and numbers, which an operator of torch can take, and back.
 
 The text is a Python literal in which `("tensor", n)` and `("number", n)` stand for the n-th of each.
 """

@@ -1,4 +1,4 @@
-"""Call a function of single positions on a rectangle of them, as FlexAttention means such functions."""
+"""Evaluate a mask_mod or score_mod of FlexAttention at every position of a rectangle, with torch.vmap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Indexing(TorchFunctionMode):
     """
 
     def __init__(self, *, widens: bool) -> None:
-        """Say whether elements in half precision are read as float32."""
+        """Set whether elements in half precision are read as float32."""
         super().__init__()
         self._widens = widens
 

@@ -125,6 +125,7 @@ def _values(mask_mod: Any, region: Region, *, per_batch: bool, per_head: bool) -
     if values.dtype != torch.bool:
         to_do = "compare what it returns, as in `value != 0`"
         raise argument_error("mask Function", "a mask_mod that returns bool tensors", values.dtype, to_do)
+    # vmap expands the result along what the function does not read; one entry of that is enough.
     for dim in range(3):
         if values.stride(dim) == 0 and values.shape[dim] > 1:
             values = values.narrow(dim, 0, 1)

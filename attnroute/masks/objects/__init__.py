@@ -1,1 +1,1 @@
-"""The masks that users build, without torch."""
+"""Mask objects, which users make and combine. No module here imports torch before a mask has a tensor."""

@@ -216,6 +216,7 @@ class Either(_Combined):
         return intersect(into, prepared(self, extent, lambda: self._lowered(extent)))
 
     def _lowered(self, extent: Extent) -> LoweredMask:
+        # The decision was made without the parts that rule nothing out, so they may not be here either.
         found = alive([part.describe(extent) for part in self.parts], extent.sizes)
         if found is None:
             return FULL

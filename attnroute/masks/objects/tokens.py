@@ -73,6 +73,7 @@ class Documents(Mask):
 
     def key(self) -> object:
         """Return what the description depends on."""
+        # Shapes and no values: one route serves all tensors of a shape, whose values are read when it runs.
         forms = (self.ids, self.cu_seqlens, self.position_ids)
         shapes = [None if form is None else tuple(form.shape) for form in forms]
         return ("documents", self.lengths, *shapes, self._has_bounds())
