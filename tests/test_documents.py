@@ -16,6 +16,7 @@ from attnroute import errors
 from attnroute.cli import COMMANDS, main
 from attnroute.cli._outlet import OutputError
 from attnroute.cli.explain import SLOW_ONLY
+from attnroute.question.facts import FACTS
 from attnroute.question.host import Host
 from attnroute.settings import VARIABLES, ExplainMode
 from attnroute.vocabulary import FEATURES, REPAIRS
@@ -170,3 +171,12 @@ def test_options_of_the_command_line(capsys):
     for option in set(re.findall(r"--[a-z]+", explained)):
         assert option in helps["explain"], option
     assert set(re.findall(r"`attnroute (\w+)", told)) == set(COMMANDS)
+
+
+def test_the_page_of_facts_is_the_registry():
+    kinds = {"bool": "true or false", "number": "a number"}
+    page = (ROOT / "docs" / "facts.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    assert listed == [
+        (name, kinds.get(fact.kind) or ", ".join(fact.words), fact.doc) for name, fact in FACTS.items()
+    ]
