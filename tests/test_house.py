@@ -146,7 +146,7 @@ def test_readme_calls_routed_what_has_a_table() -> None:
 def test_rows_shown_on_a_page_are_valid(page: Path) -> None:
     for block in re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
         if "[[rule]]" in block or "[features" in block:
-            model = SharedRules if "backends = [" in block else BackendTable
+            model = SharedRules if "files = [" in block else BackendTable
             model.model_validate(tomllib.loads(block))
         elif "[[prefer]]" in block:
             ArchTable.model_validate(tomllib.loads(block))

@@ -21,7 +21,7 @@ from attnroute.tables.schema import ArchTable, BackendTable, SharedRules, StockT
 SCHEMA_FILE = "schema.json"
 _FILES = {
     "<arch>/arch.toml": ArchTable,
-    "any/several.toml, <arch>/several.toml": SharedRules,
+    "any/several.toml": SharedRules,
     "any/stock.toml": StockTable,
     "releases.toml": ReleaseTable,
     "<arch>/<backend>.toml, any/<backend>.toml, shared/<name>.toml": BackendTable,

@@ -25,6 +25,8 @@ Spec = bool | int | float | str | list[str] | list[int] | list[bool]
 _TERM = re.compile(r"(==|!=|<=|>=|<|>|%)\s*(-?[\w.]+)", re.ASCII)
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE]-?\d+)?", re.ASCII)
 _WORD = re.compile(r"[A-Za-z]\w*", re.ASCII)
+_NUMBERS = {name for name, fact in FACTS.items() if fact.kind == "number"}
+"""The fields that are numbers."""
 _DIGITS = 30
 """A number with more characters is no size of anything."""
 
@@ -92,10 +94,9 @@ def _check_bool(field: str, spec: Spec) -> None:
 def _check_number(field: str, spec: Spec) -> None:
     operands = [term.operand for term in parse(spec)] if isinstance(spec, str) else []
     said = spec if isinstance(spec, list) else operands or [spec]
-    numbers = {name for name, fact in FACTS.items() if fact.kind == "number"}
-    strange = [value for value in said if not (_is_number(value) or (operands and value in numbers))]
+    strange = [value for value in said if not (_is_number(value) or (operands and value in _NUMBERS))]
     if strange:
-        near = (did_you_mean(strange[0], numbers) if isinstance(strange[0], str) else "") or "."
+        near = (did_you_mean(strange[0], _NUMBERS) if isinstance(strange[0], str) else "") or "."
         got = quoted(strange[0]) if isinstance(strange[0], str) else str(strange[0]).lower()
         raise ValueError(f"{field} requires numbers or fields that are numbers; got {got}{near}")
 

@@ -4,9 +4,9 @@ Files ship inside the wheel as `attnroute/_capability_tables`; an editable insta
 folder `capability_tables`. An overlay folder of the same layout adds rows and replaces rows of the same id.
 
 The rows about a backend on an architecture are those of `any/`, those of the architecture's own file and
-those of the files that it includes; a row of `several.toml` counts as one in the file of each backend that it
-names. An architecture without an own file has the one it inherits. Rows of options are in the order in which
-they apply, the architecture's own last.
+those of the files that it includes; a row of `any/several.toml` counts as one in each file that it names. An
+architecture without an own file has the one it inherits. Rows of options are in the order in which they
+apply, the architecture's own last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from attnroute.vocabulary import Feature
 
 ANY = "any"
 SEVERAL = "several"
-"""The file of a folder whose rows hold for several backends each, as if they stood in each one's file."""
+"""The file of `any/` whose rows hold in several files each, as if they stood there."""
 _NO_BACKEND = ("arch", "stock", SEVERAL)
 SHARED = "shared"
 """The folder of files that several architectures include."""
@@ -79,7 +79,7 @@ class Tables:
     _features: dict[tuple[str, str], dict[str, FeatureRow]] = field(default_factory=dict, compare=False)
     _options: dict[tuple[str, str], tuple[OptionRow, ...]] = field(default_factory=dict, compare=False)
     _infos: dict[tuple[str, str], BackendInfo] = field(default_factory=dict, compare=False)
-    _bound: dict[Path, dict[str, _Rules]] = field(default_factory=dict, compare=False)
+    _bound: dict[Path, dict[tuple[str, str], _Rules]] = field(default_factory=dict, compare=False)
     _paths: dict[tuple[Path, str, str], Path | None] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -203,10 +203,9 @@ class Tables:
     def places(self) -> tuple[tuple[str, str], ...]:
         """Folder and name of every file that holds rows about backends, hidden ones aside."""
         found = {(p.parent.name, p.stem) for folder in self.folders for p in folder.glob("*/*.toml")}
-        others = {(scope, name) for scope, _ in found for name in ("arch", SEVERAL)} | {(ANY, "stock")}
-        scopes = [scope for scope, name in found if name == SEVERAL]
-        bound = {(s, backend) for s in scopes for f in self.folders for backend in self._several(f, s)}
-        return tuple(sorted(p for p in (found | bound) - others if "." not in (p[0][0], p[1][0])))
+        found.update(place for folder in self.folders for place in self._several(folder))
+        others = {(scope, "arch") for scope, _ in found} | {(ANY, "stock"), (ANY, SEVERAL)}
+        return tuple(sorted(p for p in found - others if "." not in (p[0][0], p[1][0])))
 
     def all_rows(self) -> list[RuleRow]:
         """Return every row of every file once."""
@@ -233,7 +232,7 @@ class Tables:
 
     def _is_about(self, folder: Path, scope: str, backend: str) -> bool:
         is_there = self._file(folder, scope, backend) is not None
-        return is_there or backend in self._several(folder, scope)
+        return is_there or (scope, backend) in self._several(folder)
 
     def _file(self, folder: Path, scope: str, stem: str) -> Path | None:
         """Return a file of one folder, None where it has none; each is looked for once."""
@@ -313,7 +312,7 @@ class Tables:
         """Give the rows of every folder, each with its file, once their names are known to be unique."""
         for folder in self.folders:
             path = self._file(folder, scope, backend)
-            rules = list(self._several(folder, scope).get(backend, ()))
+            rules = list(self._several(folder).get((scope, backend), ()))
             options: _Options = []
             if path is not None:
                 table = read(path, BackendTable)
@@ -326,19 +325,29 @@ class Tables:
                 raise TableError(f"{where}: rule {twice}: name requires a unique value; it stands twice.")
             yield rules, options
 
-    def _several(self, folder: Path, scope: str) -> dict[str, _Rules]:
-        """Return the rows of a folder that hold for several backends, by backend."""
-        path = None if scope == SHARED else self._file(folder, scope, SEVERAL)
+    def _several(self, folder: Path) -> dict[tuple[str, str], _Rules]:
+        """Return the rows of a folder that hold in several files, by scope and name of each."""
+        path = self._file(folder, ANY, SEVERAL)
         if path is None:
             return {}
         if path not in self._bound:
-            found: dict[str, _Rules] = {}
+            found: dict[tuple[str, str], _Rules] = {}
             for row in read(path, SharedRules).rule:
-                self.check_known(f"{scope}/{SEVERAL}.toml: rule {row.name}", row.backends)
-                for backend in row.backends:
-                    found.setdefault(backend, []).append((path, row.rule_of(backend)))
+                for name in row.files:
+                    scope, _, stem = name.partition("/")
+                    self._check_file(f"{ANY}/{SEVERAL}.toml: rule {row.name}", scope, stem)
+                    found.setdefault((scope, stem), []).append((path, row.rule_of(name)))
             self._bound[path] = found
         return self._bound[path]
+
+    def _check_file(self, where: str, scope: str, stem: str) -> None:
+        """Refuse the name of a file that nothing would read."""
+        home = stem if scope == SHARED else "arch"
+        if scope != ANY and not any(self._file(folder, scope, home) for folder in self.folders):
+            sentence = "files requires existing ones, or an architecture's"
+            raise TableError(f"{where}: {sentence}; got {scope}/{stem}.")
+        if scope != SHARED:
+            self.check_known(f"{where}: files", [stem])
 
     def _info(self, backend: str) -> BackendInfo | None:
         found = [table.backend for table in self.files(ANY, backend) if table.backend is not None]

@@ -197,43 +197,43 @@ class Rule(_Condition):
 
 
 class EvidenceAbout(Evidence):
-    """Evidence of a row of several backends; with `backend` it is about that one alone."""
+    """Evidence of a row of several files; with `file` it is about that one alone."""
 
-    backend: Backend | None = None
+    file: Shared | None = None
 
 
 class SharedRule(_Condition):
-    """A condition that several backends have for the same reason: it counts as a row of each.
+    """A condition that stands in several files for the same reason: it counts as a row of each.
 
     Attributes:
-        backends: Whom it binds.
-        evidence: At least one for each backend.
+        files: Where it would stand, as `folder/name`; with the name of the row that is its id.
+        evidence: At least one for each file.
     """
 
-    backends: Annotated[list[Backend], Field(min_length=2)]
+    files: Annotated[list[Shared], Field(min_length=2)]
     evidence: Annotated[list[EvidenceAbout], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _evidence_for_each(self) -> Self:
-        strange = [e.backend for e in self.evidence if e.backend not in (None, *self.backends)]
+        strange = [e.file for e in self.evidence if e.file not in (None, *self.files)]
         if strange:
-            raise ValueError(f'rule "{self.name}" has evidence about {strange[0]}, which it does not bind.')
-        bare = [name for name in self.backends if not self._evidence_of(name)]
+            raise ValueError(f'rule "{self.name}" has evidence about {strange[0]}, which its files lack.')
+        bare = [name for name in self.files if not self._evidence_of(name)]
         if bare:
             raise ValueError(f'rule "{self.name}" requires evidence about {bare[0]}; got none.')
         return self
 
-    def rule_of(self, backend: Backend) -> Rule:
-        """Return the row as it would stand in one backend's file."""
-        parts = {name: value for name, value in self if name != "backends"}
-        return Rule.model_construct(**{**parts, "evidence": self._evidence_of(backend)})
+    def rule_of(self, file: str) -> Rule:
+        """Return the row as it would stand in one of its files."""
+        parts = {name: value for name, value in self if name != "files"}
+        return Rule.model_construct(**{**parts, "evidence": self._evidence_of(file)})
 
-    def _evidence_of(self, backend: Backend) -> list[EvidenceAbout]:
-        return [item for item in self.evidence if item.backend in (None, backend)]
+    def _evidence_of(self, file: str) -> list[EvidenceAbout]:
+        return [item for item in self.evidence if item.file in (None, file)]
 
 
 class SharedRules(_Row):
-    """`several.toml` of a folder: rows that hold for several backends."""
+    """`any/several.toml`: rows that hold in several files."""
 
     rule: Annotated[list[SharedRule], Field(min_length=1)]
 

@@ -78,7 +78,7 @@ def _scopes(tables: Tables) -> list[str]:
 def _stems(scope: str, tables: Tables) -> list[str]:
     if scope == SHARED:
         return _included(tables)
-    return [*tables.backends, "arch", SEVERAL, *(["stock"] if scope == ANY else [])]
+    return [*tables.backends, "arch", *(["stock", SEVERAL] if scope == ANY else [])]
 
 
 def _unread(scope: str, stem: str, tables: Tables) -> str:

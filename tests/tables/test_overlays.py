@@ -145,6 +145,7 @@ def test_what_is_read_or_meant_for_people_is_no_stray(tmp_path):
         "sm_99/flash.toml": ROW,
         "shared/flex_triton.toml": ROW,
         "shared/own_rows.toml": ROW,
+        "any/several.toml": ROW.replace('"mine"', '"both"\nfiles = ["any/fa2", "sm_90/fa3"]'),
         "sm_90/flex.toml": 'include = ["shared/own_rows"]',
     }
     tables = load(put(tmp_path / "mine", files))
@@ -156,6 +157,8 @@ def test_what_is_read_or_meant_for_people_is_no_stray(tmp_path):
         "sm_99/flash/mine",
         "shared/flex_triton/mine",
         "shared/own_rows/mine",
+        "any/fa2/both",
+        "sm_90/fa3/both",
     }
 
 
