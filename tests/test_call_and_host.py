@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from support.strategies import calls, hosts
 
 from attnroute.errors import ArgumentError
-from attnroute.question.call import Call, Context, DenseBias, KeyPaddingNode, Strides, WindowNode
+from attnroute.question.call import Call, Context, Strides
 from attnroute.question.host import Host, arch_of, sort_key
+from attnroute.question.nodes import DenseBias, KeyPaddingNode, WindowNode
 from attnroute.question.policy import Policy
 
 # The examples of the design, word for word.

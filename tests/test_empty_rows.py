@@ -7,16 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.strategies import allowed_of, readable_masks, small_call
 
-from attnroute.question.call import (
-    AnyNode,
-    CausalNode,
-    Context,
-    DocumentsNode,
-    KeyPaddingNode,
-    NotNode,
-    WindowNode,
-)
+from attnroute.question.call import Context
 from attnroute.question.facts import empty_rows_of, runs
+from attnroute.question.nodes import AnyNode, CausalNode, DocumentsNode, KeyPaddingNode, NotNode, WindowNode
 
 LENGTHS = st.integers(1, 6)
 

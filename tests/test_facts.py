@@ -10,12 +10,12 @@ from support.strategies import allowed_of, calls, readable_masks, small_call
 from support.strategies import combined as nested
 
 from attnroute.masks.lowered.form import Extent
-from attnroute.question.call import (
+from attnroute.question.call import Call, Context, Strides
+from attnroute.question.facts import FACTS, UNKNOWN, Facts, Varies, empty_rows_of, facts_of
+from attnroute.question.nodes import (
     AlibiBias,
     AnyNode,
-    Call,
     CausalNode,
-    Context,
     DenseBias,
     DenseNode,
     DocumentsNode,
@@ -24,10 +24,8 @@ from attnroute.question.call import (
     KeyPaddingNode,
     NotNode,
     PrefixNode,
-    Strides,
     WindowNode,
 )
-from attnroute.question.facts import FACTS, UNKNOWN, Facts, Varies, empty_rows_of, facts_of
 from attnroute.question.normalize import normalize
 
 SQUARE = Call(

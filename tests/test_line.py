@@ -9,8 +9,9 @@ from hypothesis import given
 from support.call_strategies import FIELDS, calls
 
 from attnroute.errors import ArgumentError
-from attnroute.question.call import Call, CausalNode, WindowNode
+from attnroute.question.call import Call
 from attnroute.question.line import WORDS, parse, render
+from attnroute.question.nodes import CausalNode, WindowNode
 
 
 def test_the_strategy_says_everything_that_a_call_can() -> None:

@@ -13,7 +13,8 @@ from attnroute.masks.layout import is_aligned
 from attnroute.masks.lowered.form import Extent, as_4d
 from attnroute.masks.recognition.summary import inspected_node
 from attnroute.masks.tracing import address, example, holds
-from attnroute.question.call import AlibiBias, Bias, Call, Context, DenseBias, FunctionBias, MaskNode, Strides
+from attnroute.question.call import Call, Context, Strides
+from attnroute.question.nodes import AlibiBias, Bias, DenseBias, FunctionBias, MaskNode
 
 if TYPE_CHECKING:
     from attnroute.api.records import Problem

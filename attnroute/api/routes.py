@@ -25,8 +25,9 @@ from attnroute.masks.recognition.summary import inspect_mask
 from attnroute.masks.tracing import is_exporting
 from attnroute.memory import Memory
 from attnroute.probes.torch_host import host_of
-from attnroute.question.call import AnyNode, Call, FunctionNode, NotNode
+from attnroute.question.call import Call
 from attnroute.question.host import Host
+from attnroute.question.nodes import AnyNode, FunctionNode, NotNode
 from attnroute.question.policy import Policy
 from attnroute.report import log
 from attnroute.tables.load import Tables, load

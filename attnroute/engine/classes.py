@@ -15,8 +15,9 @@ from attnroute.engine.evaluate import ROUTE_SCOPES
 from attnroute.engine.quadratic import may_grow
 from attnroute.engine.repairs import apply
 from attnroute.memory import TABLES, cached
-from attnroute.question.call import Call, Context, DocumentsNode, Strides, WindowNode
+from attnroute.question.call import Call, Context, Strides
 from attnroute.question.facts import FACTS, LENGTH_FACTS, Facts, Unknown, Varies, empty_rows_of
+from attnroute.question.nodes import DocumentsNode, WindowNode
 from attnroute.question.normalize import normalize, recognized
 from attnroute.tables import conditions
 from attnroute.tables.preferences import preferences

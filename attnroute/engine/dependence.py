@@ -12,8 +12,8 @@ from attnroute.engine import repairs
 from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply
 from attnroute.engine.quadratic import SMALL_MASK
 from attnroute.engine.rank import may_precede, preferred
-from attnroute.question.call import AlibiBias
 from attnroute.question.facts import LENGTH_FACTS, Facts, facts_of
+from attnroute.question.nodes import AlibiBias
 from attnroute.tables import conditions
 from attnroute.tables.preferences import preferences
 from attnroute.tables.schema import AnyOf, Box, Rule, boxes_of

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from attnroute.question.call import (
+from attnroute.question.call import Call, Strides
+from attnroute.question.facts.empty import empty_rows_of
+from attnroute.question.facts.masks import alignment
+from attnroute.question.nodes import (
     AlibiBias,
     AnyNode,
-    Call,
     CausalNode,
     DenseBias,
     DenseNode,
@@ -21,11 +23,8 @@ from attnroute.question.call import (
     MaskNode,
     NotNode,
     PrefixNode,
-    Strides,
     WindowNode,
 )
-from attnroute.question.facts.empty import empty_rows_of
-from attnroute.question.facts.masks import alignment
 from attnroute.question.normalize import normalize, recognized
 from attnroute.vocabulary import DTYPE_BYTES, GRID_LIMIT, HEAD_DIM_MULTIPLE, EmptyRows, Repair
 

@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict
 from attnroute.engine import repairs
 from attnroute.engine.evaluate import STOCK_SCOPES, Evaluation, Form, Prepared, prepared
 from attnroute.engine.quadratic import score_bytes
-from attnroute.question.call import Call, CausalNode, Context, DenseBias, DenseNode, FunctionNode
+from attnroute.question.call import Call, Context
 from attnroute.question.host import Host
+from attnroute.question.nodes import CausalNode, DenseBias, DenseNode, FunctionNode
 from attnroute.question.normalize import normalize
 from attnroute.tables.versions import contains, version_of
 

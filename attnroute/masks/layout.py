@@ -8,7 +8,7 @@ import torch
 from torch import SymInt, Tensor
 
 from attnroute.masks.tracing import address, example, holds, is_exporting, is_traced, is_wrapped
-from attnroute.question.call import DenseNode, RecognizedNode
+from attnroute.question.nodes import DenseNode, RecognizedNode
 
 if TYPE_CHECKING:
     from attnroute.vocabulary import EmptyRows

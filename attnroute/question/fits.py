@@ -15,7 +15,8 @@ from attnroute.vocabulary import MASK_DEPTH
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnroute.question.call import Call, MaskNode
+    from attnroute.question.call import Call
+    from attnroute.question.nodes import MaskNode
 
 _DIMS: Final = 4
 MOST_ELEMENTS: Final = 2**63 - 1

@@ -11,12 +11,12 @@ told.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from attnroute.question.call import (
+from attnroute.question.call import Call
+from attnroute.question.nodes import (
     AnyNode,
-    Call,
     CausalNode,
     DenseNode,
     DocumentsNode,
@@ -26,6 +26,7 @@ from attnroute.question.call import (
     NotNode,
     PrefixNode,
     WindowNode,
+    nested,
 )
 from attnroute.vocabulary import Alignment
 
@@ -61,17 +62,6 @@ class Sizes(NamedTuple):
     def is_empty(self) -> bool:
         """There is no pair of a query and a key."""
         return self.static and 0 in (self.seqlen_q, self.seqlen_kv)
-
-
-def nested(nodes: Iterable[MaskNode]) -> Iterator[MaskNode]:
-    """Yield the nodes, and those that disjunctions and negations among them hold."""
-    for node in nodes:
-        yield node
-        if isinstance(node, AnyNode):
-            for part in node.parts:
-                yield from nested(part)
-        elif isinstance(node, NotNode):
-            yield from nested(node.part)
 
 
 def is_cross(call: Call) -> bool:

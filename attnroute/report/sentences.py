@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnroute.question.call import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
+from attnroute.question.nodes import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
 from attnroute.report.size import size
 from attnroute.tables.alternatives import alternatives
 
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from attnroute.engine.decision import Decision, Exclusion, Hint, Verdict
     from attnroute.engine.finding import Finding
     from attnroute.engine.stock import Stock
-    from attnroute.question.call import Call, RecognizedNode
+    from attnroute.question.call import Call
     from attnroute.question.host import Host
+    from attnroute.question.nodes import RecognizedNode
     from attnroute.question.policy import Policy
 
 _FIRST_VERSIONS: Final[tuple[str, ...]] = ("torch", "cuda", "cudnn")

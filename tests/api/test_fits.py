@@ -12,9 +12,11 @@ import attnroute
 from attnroute import masks
 from attnroute.cli import main
 from attnroute.errors import ArgumentError
-from attnroute.question.call import (
+from attnroute.question.call import Call
+from attnroute.question.host import Host
+from attnroute.question.line import parse, render
+from attnroute.question.nodes import (
     AnyNode,
-    Call,
     CausalNode,
     DenseBias,
     DenseNode,
@@ -25,8 +27,6 @@ from attnroute.question.call import (
     PrefixNode,
     WindowNode,
 )
-from attnroute.question.host import Host
-from attnroute.question.line import parse, render
 
 HOST = Host(arch="cpu", versions={"torch": "2.13.0+cpu"})
 LENGTHS = st.sampled_from([0, 1, 4, 6])

@@ -11,9 +11,10 @@ from attnroute.engine.classes import class_of, length_conditions
 from attnroute.engine.decide import decide
 from attnroute.errors import ArgumentError
 from attnroute.question import fits
-from attnroute.question.call import Call, DenseBias, DenseNode, FunctionNode
+from attnroute.question.call import Call
 from attnroute.question.host import Host
 from attnroute.question.line import parse
+from attnroute.question.nodes import DenseBias, DenseNode, FunctionNode
 from attnroute.tables.load import load
 
 STEPS = (128, -128, 1, -1, 2, 37, 64, 640, 1280, 12800)

@@ -10,12 +10,12 @@ from support.strategies import calls, hosts
 from attnroute.engine.classes import class_of
 from attnroute.engine.decide import decide, judge
 from attnroute.engine.repairs import ORDER, apply
-from attnroute.question.call import (
+from attnroute.question.call import Call, Context, Strides
+from attnroute.question.host import Host
+from attnroute.question.nodes import (
     AlibiBias,
     AnyNode,
-    Call,
     CausalNode,
-    Context,
     DenseBias,
     DenseNode,
     DocumentsNode,
@@ -24,10 +24,8 @@ from attnroute.question.call import (
     KeyPaddingNode,
     NotNode,
     PrefixNode,
-    Strides,
     WindowNode,
 )
-from attnroute.question.host import Host
 from attnroute.question.normalize import normalize
 from attnroute.question.policy import Policy
 from attnroute.tables.load import Tables, load, shipped_folder

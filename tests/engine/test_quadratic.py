@@ -7,9 +7,9 @@ from hypothesis import given
 from support.strategies import calls, hosts
 
 from attnroute.engine.decide import decide
-from attnroute.question.call import DenseBias, DenseNode
 from attnroute.question.host import Host
 from attnroute.question.line import parse
+from attnroute.question.nodes import DenseBias, DenseNode
 from attnroute.question.policy import Policy
 from attnroute.tables.load import load
 

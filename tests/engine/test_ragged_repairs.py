@@ -7,18 +7,17 @@ import pytest
 from attnroute.engine.classes import class_of
 from attnroute.engine.decide import decide
 from attnroute.engine.repairs import apply
-from attnroute.question.call import (
+from attnroute.question.call import Call, Context
+from attnroute.question.host import Host
+from attnroute.question.nodes import (
     AlibiBias,
     AnyNode,
-    Call,
     CausalNode,
-    Context,
     DocumentsNode,
     KeyPaddingNode,
     PrefixNode,
     WindowNode,
 )
-from attnroute.question.host import Host
 from attnroute.tables.load import load
 
 CALL = Call(

@@ -9,23 +9,21 @@ from support.strategies import calls, hosts
 
 from attnroute.engine.decide import decide
 from attnroute.engine.repairs import ORDER, apply, broadcast
-from attnroute.question.call import (
+from attnroute.question.call import Call, Context, Strides
+from attnroute.question.facts import empty_rows_of
+from attnroute.question.host import Host
+from attnroute.question.nodes import (
     AlibiBias,
     AnyNode,
-    Call,
     CausalNode,
-    Context,
     DenseBias,
     DenseNode,
     DocumentsNode,
     FunctionNode,
     KeyPaddingNode,
     NotNode,
-    Strides,
     WindowNode,
 )
-from attnroute.question.facts import empty_rows_of
-from attnroute.question.host import Host
 from attnroute.question.normalize import normalize
 from attnroute.tables.load import Tables, load, shipped_folder
 from attnroute.tables.rows import RuleRow

@@ -11,8 +11,9 @@ from attnroute.engine.advice.what_if import ANY_VERSION
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Hint
 from attnroute.engine.select import select
-from attnroute.question.call import Call, CausalNode, DenseNode
+from attnroute.question.call import Call
 from attnroute.question.host import Host
+from attnroute.question.nodes import CausalNode, DenseNode
 from attnroute.question.policy import Policy
 from attnroute.tables.load import load
 from attnroute.tables.versions import contains

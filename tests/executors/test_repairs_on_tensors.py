@@ -20,7 +20,8 @@ from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.protocol import Executor
 from attnroute.masks.layout import is_aligned
 from attnroute.masks.lowered.form import FULL, Extent
-from attnroute.question.call import Call, DenseBias, DenseNode, Strides
+from attnroute.question.call import Call, Strides
+from attnroute.question.nodes import DenseBias, DenseNode
 
 
 @pytest.fixture(autouse=True)

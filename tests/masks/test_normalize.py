@@ -10,10 +10,10 @@ from support.strategies import allowed_of, calls, combined, readable_masks, smal
 
 from attnroute import masks
 from attnroute.masks.lowered.form import FULL, Extent, open_band
-from attnroute.question.call import (
+from attnroute.question.call import Context
+from attnroute.question.nodes import (
     AnyNode,
     CausalNode,
-    Context,
     DenseNode,
     DocumentsNode,
     FunctionNode,

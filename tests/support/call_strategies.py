@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from attnroute.question.call import (
+from attnroute.question.call import Call, Context, Strides
+from attnroute.question.nodes import (
     AlibiBias,
     AnyNode,
-    Call,
     CausalNode,
-    Context,
     DenseBias,
     DenseNode,
     DocumentsNode,
@@ -18,7 +17,6 @@ from attnroute.question.call import (
     KeyPaddingNode,
     NotNode,
     PrefixNode,
-    Strides,
     WindowNode,
 )
 from attnroute.vocabulary import DTYPES

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from attnroute.question.call import (
+from attnroute.question.call import Call, Context, Strides
+from attnroute.question.host import Host
+from attnroute.question.nodes import (
     AlibiBias,
     AnyNode,
-    Call,
     CausalNode,
-    Context,
     DenseBias,
     DenseNode,
     DocumentsNode,
@@ -18,10 +18,8 @@ from attnroute.question.call import (
     KeyPaddingNode,
     NotNode,
     PrefixNode,
-    Strides,
     WindowNode,
 )
-from attnroute.question.host import Host
 from attnroute.tables.load import load
 from attnroute.vocabulary import DTYPES
 

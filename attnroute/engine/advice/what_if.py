@@ -15,9 +15,9 @@ from attnroute.engine.advice.other_versions import (
 )
 from attnroute.engine.decision import Hint
 from attnroute.engine.select import Selection, select
-from attnroute.question.call import Call, CausalNode, DenseNode, DocumentsNode, FunctionNode, MaskNode
+from attnroute.question.call import Call
 from attnroute.question.host import Host
-from attnroute.question.normalize import nested
+from attnroute.question.nodes import CausalNode, DenseNode, DocumentsNode, FunctionNode, MaskNode, nested
 from attnroute.tables.versions import version_of
 
 MOST_ASKED: Final = 40

@@ -12,7 +12,7 @@ from attnroute.masks.objects.bands import Causal
 from attnroute.masks.objects.base import Mask
 from attnroute.masks.objects.captures import captured_tensors
 from attnroute.question import fits
-from attnroute.question.call import FunctionNode, MaskNode
+from attnroute.question.nodes import FunctionNode, MaskNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from attnroute.errors import argument_error
 from attnroute.masks import checks
 from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, intersect
 from attnroute.masks.objects.base import Lengths, Mask, prepared
-from attnroute.question.call import CausalNode, MaskNode, PrefixNode, WindowNode
+from attnroute.question.nodes import CausalNode, MaskNode, PrefixNode, WindowNode
 from attnroute.question.normalize import prefix_as
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from attnroute.masks.lowered.form import FULL, NOBODY, Extent, LoweredMask, inte
 from attnroute.masks.objects.identity import format_field, identity
 from attnroute.memory import KEEPER
 from attnroute.question import fits
-from attnroute.question.call import AnyNode, MaskNode, NotNode
+from attnroute.question.nodes import AnyNode, MaskNode, NotNode
 from attnroute.question.normalize import alive, conjunction
 
 if TYPE_CHECKING:

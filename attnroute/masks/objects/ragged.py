@@ -9,7 +9,7 @@ from attnroute.errors import argument_error
 from attnroute.masks import checks
 from attnroute.masks.lowered.form import Extent, LoweredMask
 from attnroute.masks.objects.base import Mask
-from attnroute.question.call import CausalNode, DocumentsNode, MaskNode, WindowNode
+from attnroute.question.nodes import CausalNode, DocumentsNode, MaskNode, WindowNode
 from attnroute.question.normalize import open_sides
 
 if TYPE_CHECKING:

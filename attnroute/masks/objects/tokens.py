@@ -9,7 +9,7 @@ from attnroute.errors import argument_error
 from attnroute.masks import checks
 from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, intersect
 from attnroute.masks.objects.base import Lengths, Mask, allows_all, prepared
-from attnroute.question.call import DocumentsNode, KeyPaddingNode, MaskNode
+from attnroute.question.nodes import DocumentsNode, KeyPaddingNode, MaskNode
 
 if TYPE_CHECKING:
     from torch import Tensor

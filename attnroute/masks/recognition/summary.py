@@ -16,7 +16,7 @@ from attnroute.masks.layout import dense_node
 from attnroute.masks.lowered.form import Extent, as_4d
 from attnroute.masks.recognition.recognize import Rows, recognize
 from attnroute.masks.tracing import is_capturing, is_wrapped
-from attnroute.question.call import DenseNode, RecognizedNode
+from attnroute.question.nodes import DenseNode, RecognizedNode
 
 if TYPE_CHECKING:
     from attnroute.masks.objects.base import Mask

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attnroute.question.call import (
+from attnroute.question.call import Call
+from attnroute.question.facts.runs import some_run_is_empty
+from attnroute.question.nodes import (
     AlibiBias,
     AnyNode,
-    Call,
     CausalNode,
     DenseBias,
     DenseNode,
@@ -18,7 +19,6 @@ from attnroute.question.call import (
     PrefixNode,
     WindowNode,
 )
-from attnroute.question.facts.runs import some_run_is_empty
 from attnroute.question.normalize import is_cross, lengths_vary
 from attnroute.vocabulary import EmptyRows
 

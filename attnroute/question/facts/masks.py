@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Final, get_args
 
-from attnroute.question.call import (
+from attnroute.question.call import Call
+from attnroute.question.facts.empty import empty_rows_of
+from attnroute.question.facts.registry import UNKNOWN, Unknown, fact
+from attnroute.question.nodes import (
     AlibiBias,
     AnyNode,
-    Call,
     CausalNode,
     DenseBias,
     DenseNode,
@@ -18,10 +20,9 @@ from attnroute.question.call import (
     NotNode,
     PrefixNode,
     WindowNode,
+    nested,
 )
-from attnroute.question.facts.empty import empty_rows_of
-from attnroute.question.facts.registry import UNKNOWN, Unknown, fact
-from attnroute.question.normalize import is_cross, lengths_vary, nested
+from attnroute.question.normalize import is_cross, lengths_vary
 from attnroute.vocabulary import EmptyRows
 
 _ALIGNED: Final = (CausalNode, WindowNode, PrefixNode)

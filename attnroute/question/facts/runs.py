@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Final, TypeAlias
 
 from attnroute.memory import cached
-from attnroute.question.call import (
+from attnroute.question.nodes import (
     CausalNode,
     DocumentsNode,
     KeyPaddingNode,

@@ -9,9 +9,10 @@ from __future__ import annotations
 from math import gcd
 from typing import Final
 
-from attnroute.question.call import Call, DenseBias, DenseNode
+from attnroute.question.call import Call
 from attnroute.question.facts.registry import Varies, fact, field
-from attnroute.question.normalize import lengths_vary, nested
+from attnroute.question.nodes import DenseBias, DenseNode, nested
+from attnroute.question.normalize import lengths_vary
 from attnroute.vocabulary import DTYPES
 
 _TILE: Final = 16

@@ -6,18 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from attnroute.errors import ArgumentError, did_you_mean, quoted
-from attnroute.question.call import (
-    AnyNode,
-    CausalNode,
-    DenseNode,
-    DocumentsNode,
-    FunctionNode,
-    KeyPaddingNode,
-    MaskNode,
-    NotNode,
-    PrefixNode,
-    WindowNode,
-)
 from attnroute.question.line.complaints import reading
 from attnroute.question.line.words import (
     ANY,
@@ -34,6 +22,18 @@ from attnroute.question.line.words import (
     TENSOR,
     name_of,
     split,
+)
+from attnroute.question.nodes import (
+    AnyNode,
+    CausalNode,
+    DenseNode,
+    DocumentsNode,
+    FunctionNode,
+    KeyPaddingNode,
+    MaskNode,
+    NotNode,
+    PrefixNode,
+    WindowNode,
 )
 
 if TYPE_CHECKING:

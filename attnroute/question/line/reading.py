@@ -8,11 +8,12 @@ from itertools import accumulate
 from typing import Any, Final
 
 from attnroute.errors import ArgumentError, quoted
-from attnroute.question.call import Call, CausalNode, DenseBias, MaskNode, WindowNode
+from attnroute.question.call import Call
 from attnroute.question.fits import corner, corner_of_each, depth
 from attnroute.question.line.complaints import reading, strange
 from attnroute.question.line.nodes import NODES, read_node, read_shape, read_tensor_options
 from attnroute.question.line.words import CONTEXT, FLAGS, NUMBERS, SIZES, STRIDES, is_ragged, name_of
+from attnroute.question.nodes import CausalNode, DenseBias, MaskNode, WindowNode
 from attnroute.vocabulary import DTYPE_SHORT
 
 _SIZE: Final = re.compile(r"(b|hq|hkv|sq|skv)(\d+)", re.ASCII)

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from attnroute.question.call import AlibiBias, Call, DocumentsNode, FunctionBias
+from attnroute.question.call import Call
+from attnroute.question.nodes import AlibiBias, DocumentsNode, FunctionBias
 from attnroute.vocabulary import DTYPE_SHORT
 
 WORDS: Final[dict[str, str]] = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from attnroute.question.call import Call, DenseBias
+from attnroute.question.call import Call
 from attnroute.question.line.nodes import write_node, write_options, write_shape
 from attnroute.question.line.words import CONTEXT, FLAGS, NUMBERS, SIZES, STRIDES, TENSOR, is_ragged, word_of
+from attnroute.question.nodes import DenseBias
 
 
 def render(call: Call) -> str:

@@ -13,7 +13,7 @@ from attnroute import masks
 from attnroute.masks import checks
 from attnroute.masks.lowered import documents
 from attnroute.masks.lowered.form import FULL, Extent
-from attnroute.question.call import DocumentsNode
+from attnroute.question.nodes import DocumentsNode
 
 ROW = [0, 1, 2, 0, 1, 0, 5, 6, 6]
 STARTS = [0, 3, 5, 6, 8]

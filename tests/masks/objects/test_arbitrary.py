@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from attnroute import masks
 from attnroute.masks.lowered.form import Extent
 from attnroute.masks.objects.arbitrary import from_torch
-from attnroute.question.call import FunctionNode
+from attnroute.question.nodes import FunctionNode
 
 MARKS = torch.tensor([0, 1, 1, 0, 2, 2, 2, 1] * 40)
 

@@ -16,7 +16,7 @@ from attnroute import masks
 from attnroute.errors import ArgumentError
 from attnroute.masks.lowered.dense import build
 from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, open_band
-from attnroute.question.call import (
+from attnroute.question.nodes import (
     AnyNode,
     CausalNode,
     DenseNode,

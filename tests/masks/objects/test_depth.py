@@ -12,9 +12,10 @@ import attnroute
 from attnroute import masks
 from attnroute.cli import main
 from attnroute.errors import ArgumentError
-from attnroute.question.call import AnyNode, Call, CausalNode, NotNode
+from attnroute.question.call import Call
 from attnroute.question.host import Host
 from attnroute.question.line import parse, render
+from attnroute.question.nodes import AnyNode, CausalNode, NotNode
 from attnroute.vocabulary import MASK_DEPTH
 
 HOST = Host(arch="cpu", versions={"torch": "2.13.0+cpu", "c++": "12", "avx2": "present"})

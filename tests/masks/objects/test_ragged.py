@@ -16,7 +16,7 @@ from attnroute.errors import ArgumentError
 from attnroute.masks.lowered import sequences
 from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.masks.objects.ragged import Ragged
-from attnroute.question.call import CausalNode, DocumentsNode, WindowNode
+from attnroute.question.nodes import CausalNode, DocumentsNode, WindowNode
 from attnroute.question.normalize import normalize
 
 ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])

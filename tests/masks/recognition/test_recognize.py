@@ -13,7 +13,7 @@ from attnroute.masks import All, Causal, Documents, KeyPadding, PrefixLM, Window
 from attnroute.masks.lowered.form import Extent
 from attnroute.masks.recognition import summary
 from attnroute.masks.recognition.recognize import Rows, recognize
-from attnroute.question.call import CausalNode, DocumentsNode, KeyPaddingNode, PrefixNode, WindowNode
+from attnroute.question.nodes import CausalNode, DocumentsNode, KeyPaddingNode, PrefixNode, WindowNode
 
 FORMS = ("2-D", "4-D", "batch", "heads", "expanded", "transposed", "sliced")
 

@@ -21,7 +21,7 @@ from attnroute.masks.recognition.summary import (
     inspect_mask,
     inspected_node,
 )
-from attnroute.question.call import CausalNode, KeyPaddingNode
+from attnroute.question.nodes import CausalNode, KeyPaddingNode
 
 N = 300
 CAUSAL = (CausalNode(),)
