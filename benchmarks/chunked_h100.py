@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-from attnroute.executors.chunked.run import chunked_attention
+from attnroute.executors.chunked.run import attend
+from attnroute.executors.protocol import Inputs
 from attnroute.masks.lowered.form import LoweredMask
 
 CAUSAL = LoweredMask(band_hi=0)
@@ -28,7 +29,7 @@ PARTS = ("out", "dq", "dk", "dv")
 
 def chunked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Run what is measured."""
-    return chunked_attention(query, key, value, CAUSAL)[0]
+    return attend(Inputs(query, key, value, CAUSAL))[0]
 
 
 def stock(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from attnroute.executors.prepare.apply import is_packed
+from attnroute.executors.strides import is_packed
 from attnroute.masks import Dense, Mask
 from attnroute.masks.layout import is_aligned
 from attnroute.masks.lowered.form import Extent, as_4d

@@ -1,4 +1,4 @@
-"""Gradients of several outputs at once, as torch's vmap hands them to a backward: taken one after another.
+"""Gradients of several outputs at once, as torch's vmap passes them to a backward: taken one after another.
 
 `torch.autograd.grad(..., is_grads_batched=True)`, `jacobian(vectorize=True)` and `torch.func.vmap` around
 `autograd.grad` run each backward once, on a tensor that stands for all samples. torch loops over the samples
@@ -37,7 +37,7 @@ class _Samples(NamedTuple):
 
 
 def in_turn(backward: Callable[..., Gradients], *grads: Tensor) -> Gradients:
-    """Return what a backward makes of gradients, sample by sample where they stand for several.
+    """Return what a backward makes of gradients, sample by sample where they are batched.
 
     Args:
         backward: Takes the gradients of one sample and returns those of the inputs.
@@ -55,7 +55,7 @@ def in_turn(backward: Callable[..., Gradients], *grads: Tensor) -> Gradients:
         )
         return in_turn(backward, *given)
 
-    # Without a sample one of zeros says the shapes.
+    # Without a sample one of zeros gives the shapes.
     found = [of_sample(n) for n in range(max(number, 1))]
     return tuple(
         None if parts[0] is None else samples.wrap(torch.stack(parts)[:number])  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def in_turn(backward: Callable[..., Gradients], *grads: Tensor) -> Gradients:
 
 
 def is_batched(grad: Tensor) -> bool:
-    """Return whether a gradient stands for several, or belongs to another functorch transform."""
+    """Return whether a gradient is batched, or belongs to another functorch transform."""
     return is_wrapped(grad) or bool(_functorch.is_legacy_batchedtensor(grad))
 
 
@@ -98,7 +98,7 @@ def _of_autograd(grads: tuple[Tensor, ...]) -> _Samples:
 
 
 def _is_of(grad: Tensor, level: int) -> bool:
-    """Return whether a tensor stands for samples at a level; nothing says so, but taking them out does it."""
+    """Return whether a tensor stands for samples at a level; only taking them out tells."""
     if not _functorch.is_legacy_batchedtensor(grad):
         return False
     return not _functorch.is_legacy_batchedtensor(torch._remove_batch_dim(grad, level, 1, 0))
@@ -111,7 +111,7 @@ def _is_in_vmap() -> bool:
 
 
 def _outside(backward: Callable[..., Gradients], grads: tuple[Tensor, ...]) -> Gradients:
-    """Leave all transforms that hold no gradient: they refuse random numbers and autograd functions."""
+    """Leave all transforms that wrap no gradient: they refuse random numbers and autograd functions."""
     from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 
     with ExitStack() as stack:

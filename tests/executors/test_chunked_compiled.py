@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.chunked_compare import chunked_attention
 from support.chunked_reference import error
 
-from attnroute.executors.chunked import operator as chunked_op
-from attnroute.executors.chunked.run import chunked_attention
 from attnroute.masks.lowered.form import LoweredMask
 
 IDS = torch.arange(40)[None] // 15
@@ -98,4 +97,4 @@ def test_compiled_dropout_follows_the_seed_and_changes_between_calls():
 def test_the_operator_keeps_torchs_rules():
     query, key, value = inputs()
     arguments = (query, key, value, *(None,) * 8, 0.3, 0.0, 0.0, None, 0, None, None, "", [], [])
-    torch.library.opcheck(chunked_op._forward, arguments)
+    torch.library.opcheck(torch.ops.attnroute.chunked.default, arguments)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from support.chunked_compare import chunked_attention
 from support.chunked_reference import error, reference, wide
 from support.chunked_tiling import Largest, tiling
 from torch.utils.checkpoint import checkpoint
 
-from attnroute.errors import ArgumentError, AttnRouteError
+from attnroute.errors import AttnRouteError
 from attnroute.executors.chunked import call as chunked_call
 from attnroute.executors.chunked import plan as chunked_plan
-from attnroute.executors.chunked.run import chunked_attention
 from attnroute.masks.lowered.form import FULL, LoweredMask
 
 CAUSAL = LoweredMask(band_hi=0)
@@ -249,47 +250,14 @@ def test_no_tensor_is_larger_than_the_budget_or_the_inputs(feature):
     assert largest.elements < length * length
 
 
-def bad(**changes):
-    query, key, value = inputs()
-    arguments = {"query": query, "key": key, "value": value, "mask": FULL} | changes
-    return chunked_attention(**arguments)
-
-
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"query": torch.zeros(2, 20, 8)}, "query requires four dimensions"),
-        (
-            {"key": torch.zeros(1, 1, 20, 8, dtype=torch.float16)},
-            "key requires float16.*torch.float16 with a",
-        ),
-        ({"query": torch.zeros(1, 2, 20, 8, dtype=torch.int64)}, "query requires float16"),
-        ({"key": torch.zeros(1, 1, 20, 4)}, "key requires batch 1 and head_dim 8"),
-        ({"value": torch.zeros(1, 1, 19, 8)}, "value requires the key's batch, heads and length"),
-        (
-            {"key": torch.zeros(1, 3, 20, 8), "value": torch.zeros(1, 3, 20, 8)},
-            "key requires a number of heads that divides",
-        ),
-        ({"bias": torch.zeros(20, 20, dtype=torch.bool)}, "bias requires a floating-point"),
-        ({"bias": torch.zeros(3, 20)}, "bias requires a shape that broadcasts"),
-        ({"sink": torch.zeros(3)}, "sink requires shape"),
-        ({"alibi_slopes": torch.zeros(2, 2)}, "alibi_slopes requires shape"),
-        ({"softcap": -1.0}, "softcap requires"),
-        ({"dropout_p": 1.5}, "dropout_p requires"),
-        ({"block_q": 0}, "block_q requires"),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else value,
-)
-def test_bad_arguments_are_named(changes, words):
-    with pytest.raises(ArgumentError, match=words):
-        bad(**changes)
-
-
-@pytest.mark.parametrize(
-    ("capability", "fused"), [((7, 5), False), ((7, 0), False), ((8, 0), True), ((12, 0), True)]
+    ("capability", "fused"),
+    [((7, 5), False), ((7, 0), False), ((8, 0), True), ((12, 0), True), ((13, 0), False)],
 )
 def test_cards_that_triton_does_not_name_run_torch_operators(monkeypatch, capability, fused):
-    chunked_call.compiles_triton.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert chunked_call.compiles_triton(3) is fused
-    chunked_call.compiles_triton.cache_clear()
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda n: asked.append(n) or capability)
+    monkeypatch.setattr(chunked_call, "fused_steps", lambda: "Triton's")
+    query = SimpleNamespace(device=torch.device("cuda", 3), dtype=torch.float32)
+    assert chunked_call.steps_for(query) == ("Triton's" if fused else chunked_call.EAGER_STEPS)
+    assert asked == [3]

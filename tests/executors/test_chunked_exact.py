@@ -6,12 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chunked_compare import LSE_TOLERANCE, TOLERANCE, Drawn, compare
+from support.chunked_compare import LSE_TOLERANCE, TOLERANCE, Drawn, chunked_attention, compare
 from support.chunked_reference import error, reference, wide
 from support.chunked_strategies import features, masks
 from support.chunked_tiling import tiling
 
-from attnroute.executors.chunked.run import chunked_attention
 from attnroute.masks.lowered.form import FULL, LoweredMask
 
 LENGTH = st.sampled_from([1, 2, 5, 17, 33, 64, 70])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.chunked_compare import Drawn
+from support.chunked_compare import Drawn, chunked_attention
 from support.chunked_compare import compare as compare_all
 from support.chunked_reference import error, reference, wide
 from support.chunked_tiling import tiling
 
 from attnroute.errors import ArgumentError
 from attnroute.executors.chunked import call as chunked_call
-from attnroute.executors.chunked.run import chunked_attention
 from attnroute.masks.lowered.form import FULL, LoweredMask, MaskFunction
 
 pytestmark = pytest.mark.gpu

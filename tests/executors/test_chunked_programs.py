@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chunked_compare import TOLERANCE, Drawn, compare
+from support.chunked_compare import TOLERANCE, Drawn, chunked_attention, compare
 from support.chunked_reference import allowed as reference_allowed
 from support.chunked_reference import error, reference, wide
 from support.chunked_strategies import functions, programs
@@ -18,7 +18,6 @@ from attnroute.executors.chunked import call as chunked_call
 from attnroute.executors.chunked import operator as chunked_op
 from attnroute.executors.chunked import plan as chunked_plan
 from attnroute.executors.chunked.functions import is_wide
-from attnroute.executors.chunked.run import chunked_attention
 from attnroute.executors.chunked.tile import Extras, Spec
 from attnroute.masks import Causal, Function, KeyPadding, PrefixLM
 from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, MaskFunction
@@ -278,4 +277,4 @@ def test_the_operator_refuses_functions():
     for extra in ({"program": wide_program(8)}, {"score_mod": lambda score, *_: score}):
         spec = Spec(1.0, 0.0, 0.0, 0, limits, None, **extra)
         with pytest.raises(AttnRouteError, match="without functions inside a compiled graph"):
-            chunked_op.attend_compiled(*tensors, Extras(), spec, None)
+            chunked_op.attend(*tensors, Extras(), spec, None)

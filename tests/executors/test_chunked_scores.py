@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chunked_compare import TOLERANCE, Drawn, compare
+from support.chunked_compare import TOLERANCE, Drawn, chunked_attention, compare
 from support.chunked_reference import error
 from support.chunked_strategies import CHANCE, features, programs
 from support.chunked_tiling import Largest, tiling
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnroute.errors import AttnRouteError
 from attnroute.executors.chunked import plan as chunked_plan
-from attnroute.executors.chunked.run import chunked_attention, run
+from attnroute.executors.chunked.run import run
 from attnroute.executors.protocol import Inputs, Plan
 from attnroute.masks.lowered.form import FULL, LoweredMask, MaskFunction
 

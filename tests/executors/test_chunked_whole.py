@@ -6,12 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-from support.chunked_compare import TOLERANCE, Drawn, compare
+from support.chunked_compare import TOLERANCE, Drawn, chunked_attention, compare
 from support.chunked_reference import error, reference, wide
 from support.chunked_tiling import Largest
 
 from attnroute.executors.chunked import autograd
-from attnroute.executors.chunked.run import chunked_attention
 from attnroute.executors.chunked.whole import SKIPPING, WHOLE
 from attnroute.masks.lowered.form import FULL, LoweredMask
 

@@ -18,7 +18,7 @@ from support.reference import attend
 from attnroute import masks
 from attnroute.errors import KernelRefusedError
 from attnroute.executors.packages import fa2
-from attnroute.executors.packages.external import Launched
+from attnroute.executors.packages.request import Launched
 from attnroute.executors.prepare.apply import run_repaired
 
 RELEASES = ("2.5.6", "2.6.3", "2.8.3")

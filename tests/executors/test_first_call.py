@@ -13,7 +13,8 @@ from attnroute import settings
 from attnroute.api import routes
 from attnroute.executors import first_call
 from attnroute.executors.flex import compile as flex_compile
-from attnroute.executors.packages.external import External, Gradients, Launched
+from attnroute.executors.packages.external import External
+from attnroute.executors.packages.request import Gradients, Launched
 
 FORWARD = "forward of float64, head dimensions 8, 8"
 BACKWARD = "backward of float64, head dimensions 8, 8"

@@ -10,7 +10,7 @@ from support.reference import attend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from attnroute import masks
-from attnroute.executors.flex import fa4
+from attnroute.executors.flex import run as flex
 from attnroute.executors.flex.program import blocked
 from attnroute.masks.kept import keeper_of
 
@@ -74,7 +74,7 @@ def hold_lists(tensors, size, allowed):
 def test_lists_have_the_size_that_the_plan_states(graphs, case, size):
     mask = MASKS[case]
     inputs = inputs_of(mask, LENGTH)
-    out, _ = fa4.run(inputs, sized(size))
+    out, _ = flex.run(inputs, sized(size))
     (graph,) = graphs
     (node,) = (n for n in graph.graph.nodes if n.target is torch.ops.higher_order.flex_attention)
     assert tuple(node.args[4][-3:-1]) == size
@@ -89,7 +89,7 @@ def test_lists_have_the_size_that_the_plan_states(graphs, case, size):
     ("name", "size"), [("SPARSE_Q_BLOCK_SIZE", (256, 128)), ("SPARSE_KV_BLOCK_SIZE", (128, 256))]
 )
 def test_one_side_that_is_stated_leaves_the_other_as_usual(graphs, name, size):
-    fa4.run(inputs_of(masks.Causal(), LENGTH), plan(options=(*FLASH, (name, 256))))
+    flex.run(inputs_of(masks.Causal(), LENGTH), plan(options=(*FLASH, (name, 256))))
     (graph,) = graphs
     (node,) = (n for n in graph.graph.nodes if n.target is torch.ops.higher_order.flex_attention)
     assert tuple(node.args[4][-3:-1]) == size
@@ -119,7 +119,7 @@ def test_a_block_mask_of_another_size_is_listed_anew(graphs, given, size, is_kep
     gap = rows[:, None] - rows
     allowed = ((gap >= 0) & (gap % 3 != 1))[None, None]
     hold_lists(made.blocks, made.size, allowed)
-    out, _ = fa4.run(inputs, sized(size))
+    out, _ = flex.run(inputs, sized(size))
     want, _ = attend(inputs.query, inputs.key, inputs.value, allowed=allowed)
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
 
@@ -130,7 +130,7 @@ def test_sizes_do_not_share_lists_or_code(graphs):
     inputs = inputs_of(mask, LENGTH)
     inputs.keeper = keeper_of(mask)
     for size in (*SIZES, *SIZES):
-        fa4.run(inputs, sized(size))
+        flex.run(inputs, sized(size))
         hold_lists(blocked(inputs, size).blocks, size, allowed_of(mask, inputs))
     assert len(graphs) == len(SIZES)
 

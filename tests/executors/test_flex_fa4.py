@@ -21,7 +21,6 @@ from attnroute import masks
 from attnroute.errors import AttnRouteError, KernelRefusedError, NotCompiledError
 from attnroute.executors import first_call
 from attnroute.executors.flex import compile as flex_compile
-from attnroute.executors.flex import fa4
 from attnroute.executors.flex import run as flex
 from attnroute.executors.flex.program import blocked
 from attnroute.executors.protocol import Inputs, Plan
@@ -29,7 +28,7 @@ from attnroute.masks.lowered.mods import CONSTANT_BANDS
 
 FLASH = (("BACKEND", "FLASH"),)
 BLOCKS = (("SPARSE_Q_BLOCK_SIZE", 128), ("SPARSE_KV_BLOCK_SIZE", 128))
-EXECUTORS = {"flex": (flex, ()), "flex_fa4": (fa4, FLASH)}
+OPTIONS = {"flex": (), "flex_fa4": FLASH}
 LENGTH = 6
 IDS = torch.tensor([[0, 0, 1, 1, 1, 2]]).expand(2, -1).contiguous()
 MASKS = {
@@ -65,12 +64,12 @@ def inputs_of(mask, length=LENGTH):
 
 
 def plan(backend="flex_fa4", device_type="cpu", **rest):
-    given = {"training": False, "return_lse": False, "options": EXECUTORS[backend][1]}
+    given = {"training": False, "return_lse": False, "options": OPTIONS[backend]}
     return Plan(backend, (), device_type=device_type, **(given | rest))
 
 
 def run(inputs, backend="flex_fa4", **rest):
-    return EXECUTORS[backend][0].run(inputs, plan(backend, **rest))
+    return flex.run(inputs, plan(backend, **rest))
 
 
 def asked_of(graph):
@@ -196,15 +195,15 @@ def test_flex_and_flex_fa4_share_no_code(graphs, order):
 
 
 @pytest.mark.parametrize("lengths", [(128, 256), (128, 130)])
-@pytest.mark.parametrize("backend", EXECUTORS)
+@pytest.mark.parametrize("backend", OPTIONS)
 def test_what_only_tritons_kernels_read_is_not_passed(backend, lengths):
     made = (torch.empty(1, 2, n, 8, device="meta") for n in (lengths[0], lengths[1], lengths[1]))
     options = dict(flex._options(Inputs(*made), plan(backend, device_type="cuda")))
     is_told = backend == "flex" and lengths == (128, 256)
-    assert options == dict(EXECUTORS[backend][1]) | ({"IS_DIVISIBLE": True} if is_told else {})
+    assert options == dict(OPTIONS[backend]) | ({"IS_DIVISIBLE": True} if is_told else {})
 
 
-@pytest.mark.parametrize("backend", EXECUTORS)
+@pytest.mark.parametrize("backend", OPTIONS)
 def test_profiles_show_the_backend(backend):
     inputs = inputs_of(masks.Causal())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -213,15 +212,15 @@ def test_profiles_show_the_backend(backend):
     assert marks == {f"attnroute::{backend}"}
 
 
-@pytest.mark.parametrize("backend", EXECUTORS)
+@pytest.mark.parametrize("backend", OPTIONS)
 def test_listeners_hear_whose_code_is_compiled(backend):
     heard = []
-    first_call.listen(lambda backend, name, seconds: heard.append((backend, name, seconds is None)))
+    first_call.listen(backend, lambda backend, name, seconds: heard.append((backend, name, seconds is None)))
     run(inputs_of(masks.Causal()), backend)
     assert heard == [(backend, "j <= i", True), (backend, "j <= i", False)]
 
 
-@pytest.mark.parametrize("backend", EXECUTORS)
+@pytest.mark.parametrize("backend", OPTIONS)
 def test_a_compiler_that_gives_up_is_told_with_the_name_of_the_backend(monkeypatch, backend):
     def fail(*_):
         msg = "BACKEND='FLASH' but flash attention cannot be used"
@@ -233,7 +232,7 @@ def test_a_compiler_that_gives_up_is_told_with_the_name_of_the_backend(monkeypat
     assert f'override(ban="{backend}")' in str(got.value)
 
 
-@pytest.mark.parametrize("backend", EXECUTORS)
+@pytest.mark.parametrize("backend", OPTIONS)
 def test_a_limit_of_the_compiler_is_told_with_the_name_of_the_backend(backend):
     message = f"^backend {backend} requires at most 1 compilations of one structure"
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -242,7 +241,7 @@ def test_a_limit_of_the_compiler_is_told_with_the_name_of_the_backend(backend):
             run(inputs_of(masks.Causal(), 200), backend)
 
 
-@pytest.mark.parametrize("backend", EXECUTORS)
+@pytest.mark.parametrize("backend", OPTIONS)
 def test_a_plain_call_is_refused_with_the_name_of_the_backend(backend):
     inputs = inputs_of(None)
     message = f"^backend {backend} requires torch.compile to compile its call"

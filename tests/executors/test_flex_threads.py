@@ -12,10 +12,10 @@ import torch
 import attnroute
 from attnroute import masks
 from attnroute.executors.flex import compile as flex_compile
-from attnroute.executors.flex.program import Part
+from attnroute.executors.flex.program import Part, Settings
 
 THREADS = 8
-SETTINGS = flex_compile.Settings(None, enable_gqa=False, return_lse=False, size=(128, 128), options=())
+SETTINGS = Settings(None, enable_gqa=False, return_lse=False, size=(128, 128), options=())
 
 
 @pytest.fixture(autouse=True)

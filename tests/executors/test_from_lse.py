@@ -20,9 +20,9 @@ from support.cudnn_checks import HEADS, PADDED, SEQUENCES, allowed_of, inputs_of
 from support.reference import attend, error
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from attnroute.executors.packages.external import Launched
-from attnroute.executors.packages.request import padded, request_of, swapped
-from attnroute.executors.prepare import from_lse
+from attnroute.executors.chunked import from_lse
+from attnroute.executors.packages import fallback
+from attnroute.executors.packages.request import Launched, padded, request_of, to_bhsd
 from attnroute.executors.protocol import Inputs
 from attnroute.masks.lowered.form import LoweredMask
 
@@ -56,8 +56,8 @@ def defined(request):
     """Return output and log-sum-exp of a request by definition, a ragged one sequence by sequence."""
     tensors = (request.query, request.key, request.value)
     if not request.is_ragged:
-        out, lse = attended(request, *(swapped(request, t) for t in tensors))
-        return swapped(request, out), lse
+        out, lse = attended(request, *(to_bhsd(request, t) for t in tensors))
+        return to_bhsd(request, out), lse
     outs, lses = [], []
     for rows, keys in sequences_of(request):
         taken = (tensors[0][rows], tensors[1][keys], tensors[2][keys])
@@ -88,7 +88,7 @@ def check(request, *, loosely=1.0):
     request = request._replace(**{n: t.detach() for n in NAMES if (t := getattr(request, n)) is not None})
     wide, leaves = widened(request)
     want, want_lse = defined(wide)
-    out, lse = from_lse.forward(request)
+    out, lse = fallback.forward(request)
     assert (out.dtype, lse.dtype, out.shape) == (dtype, torch.float32, want.shape)
     assert error(out, want) <= OUTPUT[dtype] * loosely
     assert torch.equal(lse == -math.inf, want_lse == -math.inf)
@@ -98,7 +98,7 @@ def check(request, *, loosely=1.0):
     said, empty = want_lse.detach().float(), want_lse == -math.inf
     for nothing in (-math.inf, math.inf) if empty.any() else (-math.inf,):
         ran = Launched(want.detach().to(dtype), said.masked_fill(empty, nothing))
-        hold(request, from_lse.backward(request, ran, cotangent), wanted, GRADIENT[dtype] * loosely)
+        hold(request, fallback.backward(request, ran, cotangent), wanted, GRADIENT[dtype] * loosely)
 
 
 def hold(request, found, wanted, tolerance):
@@ -213,7 +213,7 @@ def test_rows_as_sequences(case, training, with_sink):
     inputs = inputs_of(mask, *lengths, sink=sinks() if with_sink else None)
     request = request_of(inputs, plan_of("cudnn_fe", "to_varlen", training=training))
     detached = request._replace(**{n: getattr(request, n).detach() for n in NAMES[:3]})
-    found = padded(request, *from_lse.forward(detached), inputs)
+    found = padded(request, *fallback.forward(detached), inputs)
     tensors = (inputs.query, inputs.key, inputs.value)
     wanted = attend(*tensors, allowed=allowed_of(mask, inputs), sink=inputs.sink)
     for got, want in zip(found, wanted, strict=True):
@@ -238,8 +238,8 @@ def test_keys_that_are_left_out_have_no_part_in_anything(band):
     used = torch.tensor([2, 0, 6, 3], dtype=torch.int32)
     request = ragged_request(([3, 2, 4, 1], [5, 3, 6, 4]), used_kv=used, left=band[0], right=band[1])
     check(request)
-    out, lse = from_lse.forward(request)
-    grads = from_lse.backward(request, Launched(out, lse), torch.randn_like(out))
+    out, lse = fallback.forward(request)
+    grads = fallback.backward(request, Launched(out, lse), torch.randn_like(out))
     unused = torch.cat([torch.arange(n) >= u for n, u in zip([5, 3, 6, 4], used.tolist(), strict=True)])
     assert not grads.key[unused].any()
     assert not grads.value[unused].any()

@@ -15,8 +15,8 @@ from support.repair_inputs import executor_of, inputs_of, lowered, stored
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnroute import masks
-from attnroute.executors.gradients import fitted
-from attnroute.executors.prepare.apply import is_packed, run_repaired
+from attnroute.executors.prepare.apply import run_repaired
+from attnroute.executors.strides import fitted, is_packed
 
 torch.manual_seed(0)
 

@@ -26,9 +26,9 @@ from attnroute import masks
 from attnroute.errors import KernelRefusedError
 from attnroute.executors import launch
 from attnroute.executors.aten import flash
+from attnroute.executors.chunked import from_lse
 from attnroute.executors.packages import cudnn_fe
 from attnroute.executors.prepare import apply as repairs
-from attnroute.executors.prepare import from_lse
 from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.protocol import Inputs, Pair, Ran
 from attnroute.masks.lowered.form import LoweredMask

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnroute
 from attnroute import masks
-from attnroute.executors.aten import flash_ragged
+from attnroute.executors import ragged
 from attnroute.executors.prepare import apply as repairs
 from attnroute.masks import kept
 
@@ -110,7 +110,7 @@ def test_what_was_prepared_goes_with_its_mask():
 def test_prefix_sums_of_every_row_follow_each_other(batch):
     inputs = inputs_of(batch, 2, 2, 6, 6)
     inputs.mask = lowered(masks.Documents(lengths=[2, 0, 4]), inputs)
-    found = flash_ragged.rows_of(inputs, training=False)
+    found = ragged.rows_of(inputs, training=False)
     want = torch.tensor([0, *(n + 6 * b for b in range(batch) for n in (2, 2, 6))], dtype=torch.int32)
     assert found.rows.sums_q.dtype == torch.int32
     assert torch.equal(found.rows.sums_q, want)
@@ -122,7 +122,7 @@ def test_a_ragged_batch_needs_prefix_sums():
     inputs = inputs_of(1, 2, 2, 6, 6)
     inputs.mask = lowered(masks.Documents(ids=torch.zeros(6, dtype=torch.int64)), inputs)
     with pytest.raises(ValueError, match="to_varlen requires documents or key padding given by lengths"):
-        flash_ragged.rows_of(inputs, training=False)
+        ragged.rows_of(inputs, training=False)
 
 
 def test_what_a_tracer_made_for_a_mask_is_not_kept():

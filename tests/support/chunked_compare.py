@@ -5,10 +5,16 @@ from __future__ import annotations
 import torch
 from support.chunked_reference import error, reference, wide
 
-from attnroute.executors.chunked.run import chunked_attention
+from attnroute.executors.chunked.run import attend
+from attnroute.executors.protocol import Inputs
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LSE_TOLERANCE = 5e-6
+
+
+def chunked_attention(query, key, value, mask, *, block_q=None, **fields):
+    """Return output and log-sum-exp of a call whose other fields are those of `Inputs`."""
+    return attend(Inputs(query, key, value, mask, **fields), block_q=block_q)
 
 
 class Drawn:

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnroute.executors.aten.bindings import operator_of
-from attnroute.executors.gradients import fitted, watch
+from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
-from attnroute.masks.lowered.form import as_4d
+from attnroute.executors.strides import fitted, watch
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:
@@ -29,7 +28,6 @@ def forward(inputs: Inputs, _: Plan) -> Ran:
 def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted) -> Grads:
     """Run the operator's backward; the kernel makes all three gradients or none."""
     shape, sums_q, sums_kv, max_q, max_kv, seed, offset, *_rest = ran.rest
-    attn = None if inputs.attn is None else as_4d(inputs.attn)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         fitted(grad_out, ran.out, as_output=True),
         inputs.query,
@@ -40,13 +38,13 @@ def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted
         ran.lse.contiguous().view(shape),
         seed,
         offset,
-        attn,
+        attn_of(inputs),
         sums_q,
         sums_kv,
         max_q,
         max_kv,
         inputs.dropout_p,
-        attn is None and inputs.mask.band_hi is not None,
+        is_causal(inputs),
         scale=inputs.scale,
     )
     return *grads, None
@@ -54,15 +52,14 @@ def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted
 
 def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
     """Return the operator's outputs; the log-sum-exp may have a last dimension of size 1."""
-    attn = None if inputs.attn is None else as_4d(inputs.attn)
     return operator_of("_scaled_dot_product_cudnn_attention", inputs.query)(  # type: ignore[no-any-return]
         inputs.query,
         inputs.key,
         inputs.value,
-        attn,
+        attn_of(inputs),
         keep_lse,
         inputs.dropout_p,
-        attn is None and inputs.mask.band_hi is not None,
+        is_causal(inputs),
         False,
         scale=inputs.scale,
     )

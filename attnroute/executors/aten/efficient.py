@@ -1,8 +1,8 @@
 """EFFICIENT: torch's memory-efficient (CUTLASS) attention operator.
 
-Its log-sum-exp is padded to a multiple of 32 rows and says 0 for rows with no key; bottom-right causal goes
-through the
-lower operator (seen on an H100 with torch 2.11, benchmarks/results/h100-torch2.11-kernel-facts.json).
+Its log-sum-exp is padded to a multiple of 32 rows and is 0 in rows with no key; bottom-right causal goes
+through the lower operator. Seen on an H100 with torch 2.11
+(benchmarks/results/h100-torch2.11-kernel-facts.json).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnroute.executors.gradients import fitted, watch
 from attnroute.executors.prepare.apply import empty_rows
 from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
+from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.form import as_4d
 
 CAUSAL_BOTTOM_RIGHT: Final = 2
@@ -29,13 +29,13 @@ def run(inputs: Inputs, plan: Plan) -> Output:
     """Run the operator that fits the mask."""
     out, lse, *_ = _operator(inputs, keep_lse=plan.training or plan.return_lse)
     watch(out, plan)
-    return out, _settled(lse, inputs) if plan.return_lse else None
+    return out, _unpadded(lse, inputs) if plan.return_lse else None
 
 
 def forward(inputs: Inputs, _: Plan) -> Ran:
     """Run the operator and keep what `backward` takes beside output and log-sum-exp."""
     out, lse, *rest = _operator(inputs, keep_lse=True)
-    return Ran(out, _settled(lse, inputs), tuple(rest))
+    return Ran(out, _unpadded(lse, inputs), tuple(rest))
 
 
 def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted) -> Grads:
@@ -44,7 +44,7 @@ def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted
     # The kernel takes the output's rows to lie heads after heads, as its forward writes them.
     out = ran.out.transpose(1, 2).contiguous().transpose(1, 2)
     grad_out = fitted(grad_out, out)
-    high = _high(inputs)
+    high = _causal_band(inputs)
     if high:
         return _bottom_right_backward(inputs, Ran(out, lse, ran.rest), grad_out)
     seed, offset = ran.rest
@@ -70,7 +70,7 @@ def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted
 
 
 def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
-    high = _high(inputs)
+    high = _causal_band(inputs)
     if high:
         return _bottom_right(inputs, keep_lse=keep_lse)
     return torch._scaled_dot_product_efficient_attention(  # type: ignore[attr-defined,no-any-return]
@@ -92,12 +92,13 @@ def _attn(inputs: Inputs) -> Tensor | None:
     return as_4d(inputs.attn).expand(batch, heads, seqlen_q, inputs.key.shape[2])
 
 
-def _high(inputs: Inputs) -> int | None:
-    """None is not causal, 0 is causal from the top left, anything else from the bottom right."""
+def _causal_band(inputs: Inputs) -> int | None:
+    """Return None where not causal, 0 for causal from the top left, else for the bottom right."""
     return inputs.mask.band_hi if inputs.attn is None else None
 
 
-def _settled(lse: Tensor, inputs: Inputs) -> Tensor:
+def _unpadded(lse: Tensor, inputs: Inputs) -> Tensor:
+    """Return the log-sum-exp of the queries alone, with -inf in rows with no key."""
     lse = lse[..., : inputs.query.shape[2]]
     return lse if inputs.attn is None else lse.masked_fill(empty_rows(as_4d(inputs.attn)), -math.inf)
 

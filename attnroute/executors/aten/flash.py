@@ -1,8 +1,8 @@
 """FLASH: torch's built-in FlashAttention-2 on CUDA, and torch's flash kernel on the CPU.
 
 Seen on an H100 with torch 2.11 (benchmarks/results/h100-torch2.11-kernel-facts.json): the CUDA kernel aligns
-causal masks at the bottom right, takes windows and ragged batches, gives zeros for rows with no key and says
-+inf for their log-sum-exp.
+causal masks at the bottom right, takes windows and ragged batches, gives zeros for rows with no key and
++inf as their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attnroute.executors.aten import flash_backward, flash_ragged
-from attnroute.executors.aten.bindings import operator_of
-from attnroute.executors.gradients import fitted, watch
+from attnroute.executors.aten import flash_backward
+from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.prepare.apply import empty_rows
 from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
-from attnroute.masks.lowered.form import as_4d
+from attnroute.executors.ragged import Ragged, per_token, rows_of, whole_rows, window_sizes
+from attnroute.executors.strides import fitted, watch
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:
@@ -27,7 +27,7 @@ def run(inputs: Inputs, plan: Plan) -> Output:
         return _cpu(inputs, return_lse=plan.return_lse)
     out, lse, *_ = _cuda(inputs, plan)
     watch(out, plan)
-    return out, _settled(lse) if plan.return_lse else None
+    return out, _minus_infinity(lse) if plan.return_lse else None
 
 
 def forward(inputs: Inputs, plan: Plan) -> Ran:
@@ -36,7 +36,7 @@ def forward(inputs: Inputs, plan: Plan) -> Ran:
         out, lse = _cpu(inputs, return_lse=True)
         return Ran(out, cast("Tensor", lse))
     out, lse, *rest = _cuda(inputs, plan)
-    return Ran(out, _settled(lse), tuple(rest))
+    return Ran(out, _minus_infinity(lse), tuple(rest))
 
 
 def backward(inputs: Inputs, plan: Plan, ran: Ran, grad_out: Tensor, _: Wanted) -> Grads:
@@ -46,7 +46,7 @@ def backward(inputs: Inputs, plan: Plan, ran: Ran, grad_out: Tensor, _: Wanted) 
     grad_out = fitted(grad_out, ran.out)
     if _is_plain(inputs) and "to_varlen" not in plan.repairs:
         return flash_backward.plain(inputs, ran, grad_out)
-    if "to_varlen" in plan.repairs or flash_ragged.misses_keys(inputs):
+    if "to_varlen" in plan.repairs or _misses_keys(inputs):
         return flash_backward.ragged(inputs, ran, grad_out)
     return flash_backward.window(inputs, ran, grad_out)
 
@@ -54,16 +54,16 @@ def backward(inputs: Inputs, plan: Plan, ran: Ran, grad_out: Tensor, _: Wanted) 
 def _cuda(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
     """Return output and log-sum-exp in the shapes of the inputs, then what the operator's backward takes."""
     if "to_varlen" in plan.repairs:
-        ragged = flash_ragged.rows_of(inputs, training=plan.training)
-        return flash_ragged.run(inputs, ragged, reads_lse=_reads_lse(plan))
+        ragged = rows_of(inputs, training=plan.training)
+        return _sequences(inputs, ragged, reads_lse=_reads_lse(plan))
     if _is_plain(inputs):
         causal = inputs.mask.band_hi is not None
         operator = operator_of("_scaled_dot_product_flash_attention", inputs.query)
         return operator(  # type: ignore[no-any-return]
             inputs.query, inputs.key, inputs.value, inputs.dropout_p, causal, False, scale=inputs.scale
         )
-    if flash_ragged.misses_keys(inputs):
-        return flash_ragged.run(inputs, flash_ragged.whole_rows(inputs), reads_lse=_reads_lse(plan))
+    if _misses_keys(inputs):
+        return _sequences(inputs, whole_rows(inputs), reads_lse=_reads_lse(plan))
     return _window(inputs)
 
 
@@ -71,7 +71,8 @@ def _reads_lse(plan: Plan) -> bool:
     return plan.training or plan.return_lse or "sink_from_lse" in plan.repairs
 
 
-def _settled(lse: Tensor) -> Tensor:
+def _minus_infinity(lse: Tensor) -> Tensor:
+    """Return the log-sum-exp with -inf in rows with no key."""
     return lse.masked_fill(lse == math.inf, -math.inf)
 
 
@@ -81,24 +82,26 @@ def _cpu(inputs: Inputs, *, return_lse: bool) -> Output:
         inputs.key,
         inputs.value,
         inputs.dropout_p,
-        inputs.attn is None and inputs.mask.band_hi is not None,
-        attn_mask=None if inputs.attn is None else as_4d(inputs.attn),
+        is_causal(inputs),
+        attn_mask=attn_of(inputs),
         scale=inputs.scale,
     )
     if not return_lse:
         return out, None
-    # The CPU kernel says 0 for rows with no key.
+    # The CPU kernel gives 0 for rows with no key.
     return out, lse if inputs.attn is None else lse.masked_fill(empty_rows(inputs.attn), -math.inf)
 
 
 def _is_plain(inputs: Inputs) -> bool:
+    """Return whether the operator of scaled_dot_product_attention takes the band: none, or causal."""
     offset = inputs.key.shape[2] - inputs.query.shape[2]
     return inputs.mask.band_lo is None and inputs.mask.band_hi in (None, offset)
 
 
 def _window(inputs: Inputs) -> tuple[Any, ...]:
+    """Run the operator below, which takes a window, on whole rows."""
     query, key, value = (t.transpose(1, 2) for t in (inputs.query, inputs.key, inputs.value))
-    left, right = flash_ragged.window_sizes(inputs)
+    left, right = window_sizes(inputs)
     out, *rest = torch.ops.aten._flash_attention_forward.default(
         query,
         key,
@@ -115,6 +118,66 @@ def _window(inputs: Inputs) -> tuple[Any, ...]:
         window_size_right=right,
     )
     return out.transpose(1, 2), *rest
+
+
+def _misses_keys(inputs: Inputs) -> bool:
+    """Return whether the operator, given whole rows, would read the right side of a window wrongly.
+
+    It opens a right side of seqlen_kv or more keys, and reads an open one beside a closed left side as
+    seqlen_kv. Both are right only where there are no more queries than keys. Source: flash_api.cpp of torch
+    2.13, mha_fwd and set_params_fprop. Ragged batches go by an upper bound that `_sequences` can choose.
+    """
+    seqlen_q, seqlen_kv = inputs.query.shape[2], inputs.key.shape[2]
+    _, right = window_sizes(inputs)
+    return seqlen_q > seqlen_kv and (right is None or right >= seqlen_kv)
+
+
+def _sequences(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> tuple[Any, ...]:
+    """Run the kernel on sequences.
+
+    Args:
+        inputs: The call.
+        ragged: Its sequences.
+        reads_lse: The log-sum-exp is read: by the caller, a sink or a backward.
+
+    Returns:
+        Output and log-sum-exp in the shapes of the inputs, then what the backward takes: its state of
+        dropout (two tensors), prefix sums and upper bounds of queries and of keys, and whether its own
+        log-sum-exp is padded.
+    """
+    batch, _, seqlen, _ = inputs.query.shape
+    query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (inputs.query, inputs.key, inputs.value))
+    (sums_q, sums_kv, used_kv), longest_q, longest_kv = ragged
+    left, right = window_sizes(inputs)
+    if longest_q == 1:
+        # The only query of a sequence is its last, and no key comes after the diagonal.
+        right = None
+    if left is not None or right:
+        longest_kv = max(longest_kv, longest_q, 1 if right is None else right + 1)
+    if longest_q == 1 and (reads_lse or query.shape[0] != sums_q.shape[0] - 1):
+        # With a bound of one the kernel counts on one query in every sequence, empty ones included, and takes
+        # the query heads of a key head for queries. Where it then splits the keys, or a row has none, it
+        # writes the log-sum-exp into the places of others (Dao-AILab/flash-attention#2573).
+        longest_q = 2
+    out, lse, seed, offset, *_ = torch.ops.aten._flash_attention_forward.default(
+        query,
+        key,
+        value,
+        sums_q,
+        sums_kv,
+        longest_q,
+        longest_kv,
+        inputs.dropout_p,
+        False,
+        False,
+        scale=inputs.scale,
+        window_size_left=left,
+        window_size_right=right,
+        **({} if used_kv is None else {"seqused_k": used_kv}),
+    )
+    rest = (seed, offset, sums_q, sums_kv, longest_q, longest_kv, lse.dim() != 2)
+    lse = per_token(lse, sums_q, query.shape[0]).unflatten(1, (batch, seqlen))
+    return out.unflatten(0, (batch, seqlen)).transpose(1, 2), lse.transpose(0, 1), *rest
 
 
 executor = Executor(run, Pair(forward, backward))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnroute.executors.aten.flash_ragged import per_sequence, window_sizes
-from attnroute.masks.lowered.form import as_4d
+from attnroute.executors.aten.operators import attn_of, is_causal
+from attnroute.executors.ragged import per_sequence, window_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +28,8 @@ def cpu(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
         ran.out,
         ran.lse,
         inputs.dropout_p,
-        inputs.attn is None and inputs.mask.band_hi is not None,
-        attn_mask=None if inputs.attn is None else as_4d(inputs.attn),
+        is_causal(inputs),
+        attn_mask=attn_of(inputs),
         scale=inputs.scale,
     )
     return *grads, None

@@ -1,4 +1,4 @@
-"""Chunked attention as an autograd function."""
+"""Eager calls of chunked attention: an autograd function around its two directions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from attnroute.errors import AttnRouteError
 from attnroute.executors.batched_gradients import Gradients, in_turn
-from attnroute.executors.chunked.backward import Wanted, run_backward
-from attnroute.executors.chunked.call import Call, Saved, plain
+from attnroute.executors.chunked.backward import NeedsGrad, run_backward
+from attnroute.executors.chunked.call import Call, Saved, matmuls_of
 from attnroute.executors.chunked.forward import run_forward
 from attnroute.executors.chunked.functions import Reads, reads_of
 from attnroute.executors.chunked.tile import Extras, Spec
@@ -28,10 +28,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec
         if any(t is not None and t.requires_grad for t in inputs):
             out, lse = _Chunked.apply(spec, reads, *inputs)  # type: ignore[no-untyped-call]
             return out, lse
-    with plain(query):
+    with matmuls_of(query):
         call = Call.build(query, key, value, extras, spec)
-        saved = forward_whole(call, want_slope=False)[0] if is_whole(call) else run_forward(call)
+        saved, _ = _computed(call, want_slope=False)
         return saved.out, saved.lse
+
+
+def _computed(call: Call, *, want_slope: bool) -> tuple[Saved, Weights | tuple[None, ...]]:
+    """Run the forward; where one tile holds all scores, also return what its backward takes."""
+    return forward_whole(call, want_slope=want_slope) if is_whole(call) else (run_forward(call), _NO_WEIGHTS)
 
 
 class _Chunked(torch.autograd.Function):
@@ -40,13 +45,9 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, spec: Spec, reads: Reads, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         extras = rest[:EXTRAS]
-        with plain(query):
+        with matmuls_of(query):
             call = Call.build(query, key, value, Extras(*extras), spec, reads.trained)
-            weights: Weights | tuple[None, ...] = _NO_WEIGHTS
-            if is_whole(call):
-                saved, weights = forward_whole(call, want_slope=spec.softcap != 0.0)
-            else:
-                saved = run_forward(call)
+            saved, weights = _computed(call, want_slope=spec.softcap != 0.0)
             lse = saved.lse
         # The functions go on reading the tensors themselves, so those are kept beside what autograd keeps of
         # them, which serves to notice their changes.
@@ -56,7 +57,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = Wanted(*ctx.needs_input_grad[2 : 2 + len(Wanted._fields)])
+        wanted = NeedsGrad(*ctx.needs_input_grad[2 : 2 + len(NeedsGrad._fields)])
         tensors = ctx.saved_tensors[: 6 + EXTRAS + len(_NO_WEIGHTS)]
 
         def of_sample(*grads: Tensor) -> Gradients:
@@ -73,13 +74,13 @@ class _Chunked(torch.autograd.Function):
 def _first_derivative(
     spec: Spec,
     trained: tuple[Tensor, ...],
-    wanted: Wanted,
+    wanted: NeedsGrad,
     grad_out: Tensor,
     grad_lse: Tensor,
     *tensors: Tensor,
 ) -> Gradients:
     (query, key, value, *extras), weights = tensors[3 : 6 + EXTRAS], tensors[6 + EXTRAS :]
-    with plain(query):
+    with matmuls_of(query):
         call, saved = Call.build(query, key, value, Extras(*extras), spec, trained), Saved(*tensors[:3])
         if weights[0] is None:
             grads = run_backward(call, saved, grad_out, grad_lse, wanted)
@@ -89,7 +90,7 @@ def _first_derivative(
 
 
 class _ChunkedGrad(torch.autograd.Function):
-    """The first derivative; a function of its own so that asking for a second one meets a clear error."""
+    """The first derivative; a function of its own, so that taking a second one raises a clear error."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Gradients:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from attnroute.executors.chunked.call import Buffers, Call, Saved, matmul_into
-from attnroute.executors.chunked.rows import ChunkRows
+from attnroute.executors.chunked.buffers import Buffers, ChunkRows
+from attnroute.executors.chunked.call import Call, Saved, matmul_into
 from attnroute.executors.chunked.tile import Tile, cut
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ DOT_ELEMENTS = 2**24
 
 
 class Grads(NamedTuple):
-    """Gradients; None where none was asked for. `trained` are those of `Call.trained`."""
+    """Gradients; None where none is wanted. `trained` are those of `Call.trained`."""
 
     query: Tensor | None
     key: Tensor | None
@@ -30,8 +30,8 @@ class Grads(NamedTuple):
     trained: tuple[Tensor, ...] = ()
 
 
-class Wanted(NamedTuple):
-    """Which gradients to compute."""
+class NeedsGrad(NamedTuple):
+    """Which gradients to compute, in the manner of `ctx.needs_input_grad`."""
 
     query: bool
     key: bool
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
 
 
 def run_backward(
-    call: Call, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, wanted: Wanted
+    call: Call, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, wanted: NeedsGrad
 ) -> Grads:
     """Compute gradients, with every tile of scores made again.
 
@@ -76,7 +76,7 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
 class _Backward:
     """One backward pass: its accumulators and the loop over tiles."""
 
-    def __init__(self, call: Call, stats: Tensor, grad_out: Tensor, wanted: Wanted) -> None:
+    def __init__(self, call: Call, stats: Tensor, grad_out: Tensor, wanted: NeedsGrad) -> None:
         self._call, self._stats, self._grad_out, self._wanted = call, stats, grad_out, wanted
         self._tiles, self._buffers = call.tiles(), Buffers(call)
         self._query = torch.empty_like(call.query) if wanted.query else None

@@ -22,16 +22,15 @@ from attnroute.memory import INSTALLED, cached
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-LD_ALIGN = 16
-"""Rows of a score buffer start at multiples of this many elements, whatever the number of keys."""
-
-
-TRITON_MAJOR: Final = 8
-"""Major compute capability from which on Triton compiles."""
+_TRITON_CARDS: Final = frozenset(
+    {(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (10, 7), (11, 0), (12, 0), (12, 1)}
+)
+"""Compute capabilities of the described architectures that Triton compiles for, by the README of
+triton-lang/triton. On any other card the same steps run as operators of torch, which are right everywhere."""
 
 
 class Steps(NamedTuple):
-    """The elementwise steps; see `_chunked_eager` for what each must do."""
+    """The elementwise steps; see `steps_eager` for what each must do."""
 
     softmax_tile: Callable[..., None]
     grad_tile: Callable[..., None]
@@ -52,18 +51,11 @@ def fused_steps() -> Steps | None:
 
 def steps_for(query: Tensor) -> Steps:
     """Return the steps for the device and dtype of `query`."""
-    if query.device.type != "cuda" or query.dtype == torch.float64 or not compiles_triton(query.device.index):
+    if query.device.type != "cuda" or query.dtype == torch.float64:
+        return EAGER_STEPS
+    if torch.cuda.get_device_capability(query.device.index) not in _TRITON_CARDS:
         return EAGER_STEPS
     return fused_steps() or EAGER_STEPS
-
-
-@cached(64, INSTALLED)
-def compiles_triton(device_index: int | None) -> bool:
-    """Return whether Triton names this card as one it compiles for: compute capability 8.0 and later.
-
-    Source: the README of triton-lang/triton. Elsewhere the same steps run as torch operators.
-    """
-    return torch.cuda.get_device_capability(device_index)[0] >= TRITON_MAJOR
 
 
 class Saved(NamedTuple):
@@ -175,46 +167,9 @@ class Call:
         return _unit_stride(part.to(self.operand_dtype).reshape(chunk.units, *tensor.shape[2:]))
 
 
-class Buffers:
-    """Memory that all tiles of a call share, so that it neither grows nor fragments."""
-
-    def __init__(self, call: Call) -> None:
-        """Note sizes; memory is taken when a tile first asks for it."""
-        self._call = call
-        self._rows = max((chunk.units for chunk in call.plan.chunks), default=0) * call.block_rows
-        self._widest = _aligned(call.plan.tile_keys)
-        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._views: dict[tuple[object, ...], Tensor] = {}
-
-    def scores(self, name: str, size: tuple[int, int, int]) -> Tensor:
-        """Return a (units, rows, keys) buffer in the dtype of the scores, its rows aligned."""
-        return self._view(name, self._call.score_dtype, self._widest, size, _aligned(size[2]))
-
-    def operand(self, name: str, scores: Tensor) -> Tensor:
-        """Return a buffer for a matmul operand of the shape of `scores`, or `scores` if the dtypes agree."""
-        dtype = self._call.operand_dtype
-        if dtype == scores.dtype:
-            return scores
-        return self._view(name, dtype, self._widest, tuple(scores.shape), scores.stride(1))
-
-    def rows(self, name: str, dtype: torch.dtype, units: int, rows: int, dim: int) -> Tensor:
-        """Return a (units, rows, dim) buffer."""
-        return self._view(name, dtype, dim, (units, rows, dim), dim)
-
-    def _view(self, name: str, dtype: torch.dtype, widest: int, size: tuple[int, ...], stride: int) -> Tensor:
-        place = (name, dtype, size)
-        view = self._views.get(place)
-        if view is None:
-            flat = self._flat.get((name, dtype))
-            if flat is None:
-                flat = self._flat[name, dtype] = self._call.query.new_empty(self._rows * widest, dtype=dtype)
-            view = self._views[place] = flat.as_strided(size, (size[1] * stride, stride, 1))
-        return view
-
-
 @contextmanager
-def plain(query: Tensor) -> Iterator[None]:
-    """Keep autocast from narrowing the matmuls, and launch kernels on the device of `query`."""
+def matmuls_of(query: Tensor) -> Iterator[None]:
+    """Surround the matmuls of a call: autocast narrows none, and kernels launch on the device of `query`."""
     device = query.device
     with ExitStack() as stack:
         if torch.is_autocast_enabled(device.type):
@@ -238,10 +193,6 @@ def _operand_dtype(query: Tensor) -> torch.dtype:
         return query.dtype
     wide_output = hasattr(torch.ops.aten.baddbmm, "dtype_out") and torch.version.hip is None
     return query.dtype if query.device.type == "cuda" and wide_output else torch.float32
-
-
-def _aligned(keys: int) -> int:
-    return -(-keys // LD_ALIGN) * LD_ALIGN
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:

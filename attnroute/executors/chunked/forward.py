@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnroute.executors.chunked.call import Buffers, Call, Saved, matmul_into
-from attnroute.executors.chunked.rows import ChunkRows
+from attnroute.executors.chunked.buffers import Buffers, ChunkRows
+from attnroute.executors.chunked.call import Call, Saved, matmul_into
 
 if TYPE_CHECKING:
     from attnroute.executors.chunked.plan import Block, Chunk

@@ -6,6 +6,7 @@ The seed of dropout is a tensor, drawn by the compiled graph anew in each call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 from attnroute.errors import AttnRouteError
-from attnroute.executors.chunked.backward import Wanted, run_backward
-from attnroute.executors.chunked.call import Call, Saved, plain
+from attnroute.executors.chunked.backward import NeedsGrad, run_backward
+from attnroute.executors.chunked.call import Call, Saved, matmuls_of
 from attnroute.executors.chunked.forward import run_forward
 from attnroute.executors.chunked.plan import Limits
 from attnroute.executors.chunked.tile import Extras, Spec
-from attnroute.executors.op_lists import no_gradient
+from attnroute.executors.operators import Side, no_gradient, register, spread
 from attnroute.masks.lowered.flat import Flat, flatten, restore
 from attnroute.masks.lowered.form import LoweredMask
 
@@ -33,7 +34,7 @@ _GRADS = 6
 """Query, key, value, bias, slopes and sink, in the order of the arguments."""
 
 
-def attend_compiled(
+def attend(
     query: Tensor, key: Tensor, value: Tensor, extras: Extras, spec: Spec, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp through the operator, whose arguments are tensors and numbers.
@@ -46,7 +47,7 @@ def attend_compiled(
             "backend 'chunked' requires a mask and scores without functions inside a compiled graph; got one;"
             " call attnroute.attention(), which then runs outside of the graph."
         )
-    out, lse, _, _ = _forward(*arguments_of(query, key, value, extras, spec, seed=seed))
+    out, lse, _, _ = forward(*arguments_of(query, key, value, extras, spec, seed=seed))
     return out, lse
 
 
@@ -81,15 +82,10 @@ def _call(arguments: tuple[Any, ...]) -> tuple[Call, AbstractContextManager[None
         block_q=block_q,
         program=restore(*program) if program[0] else None,
     )
-    return Call.build(query, key, value, Extras(*extras), spec), plain(query)
+    return Call.build(query, key, value, Extras(*extras), spec), matmuls_of(query)
 
 
-@torch.library.custom_op(
-    "attnroute::chunked",
-    mutates_args=(),
-    schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)",
-)
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call, context = _call(arguments)
     with context:
         saved = run_forward(call)
@@ -97,8 +93,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return saved.out, saved.lse, saved.row_max.clone(), saved.row_sum.clone()
 
 
-@_forward.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     query, value = arguments[0], arguments[2]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = query.shape[:3]
@@ -107,26 +102,16 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, lse, query.new_empty(rows, dtype=wide), query.new_empty(rows, dtype=wide)
 
 
-@torch.library.custom_op(
-    "attnroute::chunked_backward",
-    mutates_args=(),
-    schema=(
-        f"({_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, Tensor grad_out, Tensor grad_lse,"
-        " bool[] wanted) -> Tensor[]"
-    ),
-)
-def backward(*arguments: Any) -> list[Tensor]:
-    """Run the backward with the arguments of the forward, what it kept, and the gradients of its outputs."""
-    *asked, out, row_max, row_sum, grad_out, grad_lse, wanted = arguments
-    call, context = _call(tuple(asked))
+def _run_backward(*arguments: Any) -> list[Tensor]:
+    *forwards, out, row_max, row_sum, grad_out, grad_lse, wanted = arguments
+    call, context = _call(tuple(forwards))
     with context:
-        grads = run_backward(call, Saved(out, row_max, row_sum), grad_out, grad_lse, Wanted(*wanted))
+        grads = run_backward(call, Saved(out, row_max, row_sum), grad_out, grad_lse, NeedsGrad(*wanted))
     found = (grads.query, grads.key, grads.value, grads.bias, grads.slopes, grads.sink)
     return [grad for grad in found if grad is not None]
 
 
-@backward.register_fake
-def _(*arguments: Any) -> list[Tensor]:
+def _fake_backward(*arguments: Any) -> list[Tensor]:
     inputs, wanted = arguments[:_GRADS], arguments[-1]
     return [torch.empty_like(t) for t, wants in zip(inputs, wanted, strict=True) if wants]
 
@@ -138,14 +123,30 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.numbers, ctx.program = inputs[11:-3], (text, numbers)
 
 
-def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Tensor) -> tuple[Any, ...]:
+def _gradients(
+    backward: Callable[..., list[Tensor]], ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Tensor
+) -> tuple[Any, ...]:
     *tensors, out, row_max, row_sum = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:_GRADS])
     (text, numbers), masks = ctx.program, tensors[11:]
-    asked = (*tensors[:11], *ctx.numbers, text, masks, numbers)
-    found = iter(backward(*asked, out, row_max, row_sum, grad_out, grad_lse, wanted))
-    grads = [next(found) if wants else None for wants in wanted]
-    return *grads, *(no_gradient(value) for value in asked[_GRADS:])
+    forwards = (*tensors[:11], *ctx.numbers, text, masks, numbers)
+    found = backward(*forwards, out, row_max, row_sum, grad_out, grad_lse, wanted)
+    return *spread(found, wanted), *(no_gradient(value) for value in forwards[_GRADS:])
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+forward, backward = register(
+    "chunked",
+    Side(
+        f"({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)",
+        _run_forward,
+        _fake_forward,
+    ),
+    Side(
+        f"({_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, Tensor grad_out, Tensor grad_lse,"
+        " bool[] wanted) -> Tensor[]",
+        _run_backward,
+        _fake_backward,
+    ),
+    save=_save,
+    gradients=_gradients,
+)

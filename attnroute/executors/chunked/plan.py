@@ -1,8 +1,8 @@
 """How chunked attention cuts a call into tiles: plain integers, no tensors.
 
 A chunk is a run of (batch, key head) pairs that one batched matmul handles together. Inside a chunk the
-queries are walked in blocks; a block meets only the keys that the band and the documents leave to it, in
-one tile or, when those keys are too many for the score budget, in several.
+queries are walked in blocks. A block is computed only against the keys that the band and the documents leave
+to it, in one tile or, when those keys are too many for the score budget, in several.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the band and the documents say about which keys a run of queries can meet."""
+    """Which keys a run of queries can attend, by the band and the documents."""
 
     band_lo: int | None = None
     band_hi: int | None = None
@@ -80,7 +80,7 @@ class Limits:
         return (j0, j1) if j0 < j1 else (0, 0)
 
     def one_document(self, i0: int, i1: int, j0: int, j1: int) -> bool:
-        """Say whether queries [i0, i1) and keys [j0, j1) are known to lie in one document."""
+        """Return whether queries [i0, i1) and keys [j0, j1) are known to lie in one document."""
         if self.bounds is None:
             return False
         doc = bisect_right(self.bounds, i0) - 1
@@ -113,7 +113,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries [i0, i1) and the key ranges they meet, in ascending order; none when all are masked."""
+    """Queries [i0, i1) and the ranges of keys that they can attend, ascending; none when all are masked."""
 
     i0: int
     i1: int

@@ -1,6 +1,6 @@
 """The elementwise steps of chunked attention in plain torch, for every device and dtype.
 
-`_chunked_triton` holds the same two steps as single kernels; both write their results into the buffers
+`steps_triton` has the same two steps as single kernels; both write their results into the buffers
 they are given, which may be the buffer of the scores itself where the dtypes agree.
 """
 
@@ -25,8 +25,8 @@ def softmax_tile(
     Args:
         tile: What applies to the scores.
         scores: (units, rows, keys), scaled QK^T; destroyed.
-        probs: Same shape, in the matmul's dtype; receives exp(score - new row maximum), dropped where
-            dropout says so. May be `scores`.
+        probs: Same shape, in the matmul's dtype; receives exp(score - new row maximum), zero where
+            dropout drops it. May be `scores`.
         row_max: (units, rows), largest score so far; updated.
         row_sum: (units, rows), sum of exp(score - row_max) so far; updated. It is at least 1 in a row with a
             key, whose largest score adds 1, and set to 0.5 in a row without, so that it can divide.
@@ -72,7 +72,7 @@ def grad_tile(
         shift: (units, rows), subtracted from the scores first.
         log_sum: (units, rows), subtracted next; +inf in rows without a key.
         delta: (units, rows), the rows' sum of dO * O, less the gradient of their log-sum-exp.
-        keep_bias_grad: Whether the caller reads the bias gradient; here `grad_probs` always holds it.
+        keep_bias_grad: Whether the caller reads the bias gradient; here `grad_probs` always has it.
     """
     del keep_bias_grad
     slope = adjust_scores(tile, scores, want_slope=True)

@@ -1,7 +1,7 @@
 # Triton's language has no types, and its kernels name constants in capitals.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN202, N803
-"""The elementwise steps of chunked attention, one Triton kernel each; `_chunked_eager` says what they do.
+"""The elementwise steps of chunked attention, one Triton kernel each; `steps_eager` documents them.
 
 A program handles one row of scores. It reads only the columns that the band leaves to that row, and writes
 zeros elsewhere. For reading and writing, the ends of a row's columns are rounded to multiples of 16, because
@@ -54,7 +54,7 @@ def _adjusted(
     scores, bias, bias_step, allow, allow_step, slope, distance, columns, first, last, softcap,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Load scores of one row and apply what the tile says; also give the derivative of the softcap."""
+    """Load scores of one row and apply what belongs to the tile; also give the derivative of the softcap."""
     inside = (columns >= first) & (columns < last)
     score = tl.load(scores + columns, mask=_near(columns, first, last), other=0.0)
     derivative = tl.full(score.shape, 1.0, tl.float32)
@@ -195,7 +195,7 @@ def _grad_kernel(
 def softmax_tile(
     tile: Tile, scores: Tensor, probs: Tensor, row_max: Tensor, row_sum: Tensor, rescale: Tensor | None
 ) -> None:
-    """Take one tile into the running softmax of its rows: `_chunked_eager.softmax_tile` in one kernel."""
+    """Take one tile into the running softmax of its rows: `steps_eager.softmax_tile` in one kernel."""
     block, warps = _block(tile.shape[4])
     _softmax_kernel[(row_max.numel(),)](
         scores, probs, row_max, row_sum, rescale, tile.keep, *_shared(tile, scores.stride(1)), tile.softcap,
@@ -214,7 +214,7 @@ def grad_tile(
     delta: Tensor,
     keep_bias_grad: bool,
 ) -> None:
-    """Compute probabilities and score gradients of one tile: `_chunked_eager.grad_tile` in one kernel."""
+    """Compute probabilities and score gradients of one tile: `steps_eager.grad_tile` in one kernel."""
     block, warps = _block(tile.shape[4])
     _grad_kernel[(shift.numel(),)](
         scores, grad_probs, probs, grad_scores, shift, log_sum, delta, tile.keep,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attnroute.executors.chunked.backward import Grads, Wanted, as_given, row_dots
+from attnroute.executors.chunked.backward import Grads, NeedsGrad, as_given, row_dots
 from attnroute.executors.chunked.call import Saved, matmul_into
 from attnroute.executors.chunked.plan import Limits
 from attnroute.executors.chunked.steps_eager import NEG_INF, adjust_scores, finite_shift
@@ -32,7 +32,7 @@ _NO_LIMITS: Final = Limits()
 
 
 class Weights(NamedTuple):
-    """What stays of the scores, (units, rows, keys) each; None where something else says the same.
+    """What stays of the scores, (units, rows, keys) each; None where another field has the same values.
 
     Attributes:
         probs: The probabilities.
@@ -54,7 +54,7 @@ def one_block(query: Tensor, key: Tensor, limits: Limits) -> int | None:
 
 
 def is_whole(call: Call) -> bool:
-    """Return whether one tile of the CPU holds all scores of a call, and no function has a say in them."""
+    """Return whether one tile of the CPU holds all scores of a call, and no function changes them."""
     plan, shape, spec = call.plan, call.shape, call.spec
     if call.query.device.type != "cpu" or spec.program is not None or spec.score_mod is not None:
         return False
@@ -89,7 +89,7 @@ def forward_whole(call: Call, *, want_slope: bool) -> tuple[Saved, Weights]:
 
 
 def backward_whole(
-    call: Call, saved: Saved, weights: Weights, grad_out: Tensor, grad_lse: Tensor, wanted: Wanted
+    call: Call, saved: Saved, weights: Weights, grad_out: Tensor, grad_lse: Tensor, wanted: NeedsGrad
 ) -> Grads:
     """Compute what `run_backward` does, from weights that stayed."""
     probs, dropped, slope = weights
@@ -145,7 +145,7 @@ def _sink_grad(sink: Tensor | None, saved: Saved, delta: Tensor) -> Tensor | Non
     return as_given(share.mul_(delta).sum((0, 2)).neg_(), sink)
 
 
-def _bias_grads(call: Call, grad: Tensor, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
+def _bias_grads(call: Call, grad: Tensor, wanted: NeedsGrad) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of a bias and of ALiBi's slopes from that of the scores that they join."""
     bias = slopes = None
     if wanted.bias and call.extras.bias is not None:

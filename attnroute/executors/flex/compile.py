@@ -1,7 +1,7 @@
 """One compiled `flex_attention` per structure of mask and scores, that can never run uncompiled.
 
 Uncompiled, FlexAttention computes all scores at once. Two guards keep that from happening: each structure has
-a code object of its own, so that none of them meets dynamo's recompile limit because of the others, and the
+a code object of its own, so that none of them reaches dynamo's recompile limit because of the others, and the
 function refuses to run as plain Python.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from attnroute.executors.launch import before_launch
 from attnroute.memory import Memory
 
 if TYPE_CHECKING:
-    from attnroute.executors.flex.program import Blocked, Part
+    from attnroute.executors.flex.program import Blocked, Part, Settings
 
 Result = tuple[Tensor, Tensor | None]
 _COMPILER_ERRORS: Final = ("BackendCompilerFailed", "InductorError")
@@ -89,29 +89,6 @@ def need_compiler(backend: str) -> None:
     """
     with before_launch(backend, what=lambda: "torch.compile"):
         import_module("torch._dynamo")
-
-
-class Settings(NamedTuple):
-    """What is fixed in the code of a structure beside the expressions.
-
-    Attributes:
-        scale: Factor on QK^T; None = head_dim_qk ** -0.5.
-        enable_gqa: Query heads share key heads.
-        return_lse: The log-sum-exp is wanted.
-        size: Queries and keys of a block.
-        options: Options of the kernel.
-    """
-
-    scale: float | None
-    enable_gqa: bool
-    return_lse: bool
-    size: tuple[int, int]
-    options: tuple[tuple[str, Any], ...]
-
-    @property
-    def backend(self) -> str:
-        """The backend whose kernels the options ask for."""
-        return "flex_fa4" if ("BACKEND", "FLASH") in self.options else "flex"
 
 
 def entry(key: Hashable, mask: Part, score: Part, settings: Settings) -> Compiled:
@@ -300,10 +277,10 @@ def _limit_message(found: Compiled) -> str:
 
 def _failure_message(found: Compiled, error: Exception) -> str:
     inner = getattr(error, "inner_exception", error)
-    said = str(inner).strip().partition("\n")[0]
+    text = str(inner).strip().partition("\n")[0]
     return (
         f"backend {found.backend} requires code that torch.compile can compile for a mask and its scores"
-        f" ({found.name}); got {type(inner).__name__}: {said}; pass another backend, or keep this one away"
+        f" ({found.name}); got {type(inner).__name__}: {text}; pass another backend, or keep this one away"
         f' with override(ban="{found.backend}").'
     )
 
@@ -317,7 +294,7 @@ def _buffers_of_its_own() -> AbstractContextManager[Any]:
 
 
 def _measured(found: Compiled) -> Callable[..., Any]:
-    """Return inductor as a backend that tells the listeners how long it took."""
+    """Return inductor as a backend of dynamo that reports to the listeners how long it took."""
 
     def backend(graph: Any, inputs: list[Any]) -> Any:
         first_call.tell(found.backend, found.name, None)

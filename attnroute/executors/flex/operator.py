@@ -1,7 +1,7 @@
 """FlexAttention as custom operators, for graphs: opaque to the tracer, and never uncompiled.
 
 In a graph FlexAttention is a higher-order operator that compilers without a kernel for it run on all scores
-at once. So a graph holds an operator instead, which runs the compiled function of the structure, as an eager
+at once. So a graph has an operator instead, which runs the compiled function of the structure, as an eager
 call does. Its backward runs the forward again, because a compiled function keeps for itself what it needs.
 """
 
@@ -10,21 +10,17 @@ from __future__ import annotations
 from ast import literal_eval
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from attnroute.executors.flex import compile as compiling
-from attnroute.executors.flex.key import key_of
-from attnroute.executors.flex.program import Blocked, Part
-from attnroute.executors.op_lists import no_gradient
+from attnroute.executors.flex.program import Blocked, Part, Settings, key_of
+from attnroute.executors.operators import Side, no_gradient, register, spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from attnroute.executors.flex.compile import Settings
 
     _Operator = Callable[..., Any]
 
@@ -41,10 +37,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of a call without functions, both of which carry gradients.
 
-    The log-sum-exp is empty where the settings do not ask for it.
+    The log-sum-exp is empty where the settings have `return_lse=False`.
 
     Args:
-        backend: "flex" or "flex_fa4": whose operator the graph holds.
+        backend: "flex" or "flex_fa4": whose operator the graph gets.
         query: (batch, num_heads_q, seqlen_q, head_dim_qk).
         key: (batch, num_heads_kv, seqlen_kv, head_dim_qk).
         value: (batch, num_heads_kv, seqlen_kv, head_dim_v).
@@ -69,7 +65,7 @@ def attend(
     return found
 
 
-def as_the_cpu_takes_them(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def with_own_memory(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Without gradients, and each with memory of its own: inductor's C++ template names them by it."""
     query, key, value = (t.detach() for t in qkv)
     if key.data_ptr() == query.data_ptr():
@@ -102,7 +98,7 @@ def _run(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     block_q, block_kv, scale, return_lse, options = rest
     mask = Blocked(Part(mask_text or None, tuple(masks)), tuple(blocks), (block_q, block_kv))
     score = Part(score_text or None, tuple(scores))
-    settings = compiling.Settings(
+    settings = Settings(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
         return_lse=return_lse,
@@ -111,7 +107,7 @@ def _run(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     )
     qkv = (query, key, value)
     if query.device.type == "cpu":
-        qkv = as_the_cpu_takes_them(qkv)
+        qkv = with_own_memory(qkv)
     entry = compiling.entry(key_of(qkv, mask, score, settings), mask.part, score, settings)
     out, lse = compiling.run(entry, qkv, mask, score)
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
@@ -131,13 +127,13 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tensor]:
-    *asked, wanted = arguments
-    count = _QKV + len(asked[_QKV])
-    tensors = [t.detach() for t in (*asked[:_QKV], *asked[_QKV])]
+    *rest, wanted = arguments
+    count = _QKV + len(rest[_QKV])
+    tensors = [t.detach() for t in (*rest[:_QKV], *rest[_QKV])]
     for tensor, wants in zip(tensors, wanted, strict=True):
         tensor.requires_grad_(wants)
     with _outside(), torch.enable_grad():
-        ran = _run((*tensors[:_QKV], tensors[_QKV:count], *asked[_QKV + 1 :]))
+        ran = _run((*tensors[:_QKV], tensors[_QKV:count], *rest[_QKV + 1 :]))
         followed = [t for t in tensors if t.requires_grad]
         has_lse = ran[1].numel() > 0
         outputs, given = (ran, (grad_out, grad_lse)) if has_lse else (ran[:1], (grad_out,))
@@ -146,8 +142,8 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, *arguments: Any) -> list[Tenso
 
 
 def _fake_backward(_: Tensor, __: Tensor, *arguments: Any) -> list[Tensor]:
-    *asked, wanted = arguments
-    tensors = (*asked[:_QKV], *asked[_QKV])
+    *rest, wanted = arguments
+    tensors = (*rest[:_QKV], *rest[_QKV])
     return [t.new_empty(t.shape) for t, wants in zip(tensors, wanted, strict=True) if wants]
 
 
@@ -157,7 +153,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:_QKV], *scores, *(b for b in blocks if b is not None), *masks)
 
 
-def _gradients(run: _Operator, ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+def _gradients(backward: _Operator, ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     n, present = ctx.sizes
     tensors = list(ctx.saved_tensors)
     qkv, scores, rest = tensors[:_QKV], tensors[_QKV : _QKV + n], tensors[_QKV + n :]
@@ -166,30 +162,17 @@ def _gradients(run: _Operator, ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> 
     masks = list(given)
     # A list of tensors has one answer for all of them.
     wanted = [*ctx.needs_input_grad[:_QKV], *(ctx.needs_input_grad[_QKV] or [False] * n)]
-    found = iter(run(grad_out, grad_lse, *qkv, scores, blocks, masks, *ctx.rest, wanted))
-    grads = [next(found) if wants else None for wants in wanted]
+    found = backward(grad_out, grad_lse, *qkv, scores, blocks, masks, *ctx.rest, wanted)
+    grads = spread(found, wanted)
     rest_of = (no_gradient(value) for value in (blocks, masks, *ctx.rest))
     return *grads[:_QKV], grads[_QKV:], *rest_of
 
 
-def _operator(backend: str) -> _Operator:
-    """Register the operators of a backend, and return the forward's."""
-    forward = torch.library.custom_op(
-        f"attnroute::{backend}",
-        _forward,
-        mutates_args=(),
-        schema=f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)",
-    )
-    backward = torch.library.custom_op(
-        f"attnroute::{backend}_backward",
-        _backward,
-        mutates_args=(),
-        schema=f"(Tensor grad_out, Tensor grad_lse, {_ARGUMENTS}, bool[] wanted) -> Tensor[]",
-    )
-    forward.register_fake(_fake_forward)
-    backward.register_fake(_fake_backward)
-    forward.register_autograd(partial(_gradients, backward), setup_context=_save)
-    return forward
-
-
-_OPERATORS: Final = {backend: _operator(backend) for backend in ("flex", "flex_fa4")}
+_FORWARD: Final = Side(f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)", _forward, _fake_forward)
+_BACKWARD: Final = Side(
+    f"(Tensor grad_out, Tensor grad_lse, {_ARGUMENTS}, bool[] wanted) -> Tensor[]", _backward, _fake_backward
+)
+_OPERATORS: Final = {
+    backend: register(backend, _FORWARD, _BACKWARD, save=_save, gradients=_gradients)[0]
+    for backend in ("flex", "flex_fa4")
+}

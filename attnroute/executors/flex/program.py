@@ -28,7 +28,7 @@ LEAST_ROOM: Final = (8, 4096)
 
 
 class Part(NamedTuple):
-    """One expression with what it speaks of.
+    """One expression over indices, with the tensors and functions that it names.
 
     Attributes:
         text: The expression; None where nothing is to be done.
@@ -42,13 +42,13 @@ class Part(NamedTuple):
 
     @property
     def structure(self) -> Hashable:
-        """What tells parts of different code apart."""
+        """What the code of a part depends on: parts that are equal in it share compiled code."""
         kinds = tuple((t.dim(), t.dtype) for t in self.tensors)
-        return self.text, kinds, tuple(_code_of(f) for f in self.functions)
+        return self.text, kinds, tuple(_specialization_key(f) for f in self.functions)
 
 
 class Blocked(NamedTuple):
-    """A mask: its expression, and which blocks hold something.
+    """A mask: its expression, and which blocks are not empty.
 
     Attributes:
         part: The expression.
@@ -61,7 +61,30 @@ class Blocked(NamedTuple):
     size: tuple[int, int] = BLOCK
 
 
-_EVERYBODY: Final = Blocked()
+class Settings(NamedTuple):
+    """What is fixed in the code of a structure beside the expressions.
+
+    Attributes:
+        scale: Factor on QK^T; None = head_dim_qk ** -0.5.
+        enable_gqa: Query heads share key heads.
+        return_lse: The log-sum-exp is wanted.
+        size: Queries and keys of a block.
+        options: Options of the kernel.
+    """
+
+    scale: float | None
+    enable_gqa: bool
+    return_lse: bool
+    size: tuple[int, int]
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def backend(self) -> str:
+        """The backend whose kernels the options select."""
+        return "flex_fa4" if ("BACKEND", "FLASH") in self.options else "flex"
+
+
+_NO_MASK: Final = Blocked()
 
 
 def blocked(inputs: Inputs, size: tuple[int, int] | None = None, *, cute: bool = False) -> Blocked:
@@ -74,7 +97,7 @@ def blocked(inputs: Inputs, size: tuple[int, int] | None = None, *, cute: bool =
     """
     mask = inputs.mask
     if mask.is_full:
-        return _EVERYBODY
+        return _NO_MASK
     given = mask.sparse[0] if len(mask.sparse) == 1 and mask == type(mask)(sparse=mask.sparse) else None
     if (
         given is not None
@@ -85,16 +108,16 @@ def blocked(inputs: Inputs, size: tuple[int, int] | None = None, *, cute: bool =
         # Beside a function that lets everything pass, torch ignores the lists where CuTe DSL runs
         # (pytorch#188322), and it sees none in a conjunction.
         text = f"mf0(b, h, i, j) & ({EVERYBODY})" if cute else "mf0(b, h, i, j)"
-        asked = Part(text, (), (given.mask_mod,))
+        part = Part(text, (), (given.mask_mod,))
         lists = _tensors(given)
-        return Blocked(asked, _with_full(lists) if cute else lists, tuple(given.BLOCK_SIZE))
+        return Blocked(part, _with_full(lists) if cute else lists, tuple(given.BLOCK_SIZE))
     query, key = inputs.query, inputs.key
     extent = Extent(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
     size = size or BLOCK
     if mask.is_band_only and not is_tracing():
         return _of_band(mask, extent, size, cute)
     keeper, band = inputs.keeper, (mask.band_lo, mask.band_hi)
-    # The expression names the mask's own tensors, which what is kept with them may not hold.
+    # The expression names the mask's own tensors, which must not be referenced by what is kept with them.
     blocks = (
         _listed_blocks(mask, extent, size)
         if keeper is None
@@ -158,7 +181,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_full(lists: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Add empty lists of whole blocks, which torch's code for CuTe DSL asks for."""
+    """Add empty lists of whole blocks, which torch's code for CuTe DSL requires."""
     count, places, full, _, count_q, places_q, *_ = lists
     if full is not None:
         return lists
@@ -202,11 +225,11 @@ def scored(inputs: Inputs, *, cute: bool = False) -> Part:
 
 
 def _part(text: str, names: Names) -> Part:
-    tensors = (t if t.device.type != "cpu" else _roomy(t) for t in names.tensors)
+    tensors = (t if t.device.type != "cpu" else _padded(t) for t in names.tensors)
     return Part(text, tuple(tensors), tuple(names.functions))
 
 
-def _roomy(tensor: Tensor) -> Tensor:
+def _padded(tensor: Tensor) -> Tensor:
     """Fill up to sizes that rarely change, and keep dynamo from letting them vary.
 
     inductor's C++ template writes its block lengths over the names of varying sizes that begin alike (torch
@@ -243,6 +266,27 @@ def _bias(bias: Tensor, names: Names) -> str:
     return entry(as_4d(bias.float() if wide else bias), names)
 
 
-def _code_of(function: Any) -> Hashable:
+def _specialization_key(function: Any) -> Hashable:
     code = getattr(function, "__code__", None)
     return id(function) if code is None else code
+
+
+def key_of(qkv: tuple[Tensor, Tensor, Tensor], mask: Blocked, score: Part, settings: Settings) -> Hashable:
+    """Return what makes compiled code of its own: everything but lengths and the values of tensors."""
+    query = qkv[0]
+    return (
+        mask.part.structure,
+        score.structure,
+        settings,
+        tuple((t.shape[1], t.shape[3], _order(t), t.requires_grad) for t in qkv),
+        query.dtype,
+        query.device,
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        torch.is_autocast_enabled(query.device.type),
+        tuple(t is None or tuple(n > 1 for n in t.shape[:2]) for t in mask.blocks[:3]),
+    )
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from the widest stride to the narrowest: dynamo guards on strides."""
+    return tuple(sorted(range(4), key=tensor.stride, reverse=True))

@@ -1,7 +1,8 @@
-"""FLEX: torch's FlexAttention, compiled once per structure of mask and scores.
+"""FLEX and FLEX_FA4: torch's FlexAttention, compiled once per structure of mask and scores.
 
 Lengths, document ids, window sizes and slopes are tensors that the compiled code reads, so a new mask of a
-known structure compiles nothing, and a second length compiles once more for all lengths after it.
+known structure compiles nothing, and a second length compiles once more for all lengths after it. FLEX_FA4 is
+the same with the option BACKEND = "FLASH", with which torch takes FlashAttention-4's kernels for Triton's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import torch
 
 from attnroute.executors.flex import compile as compiling
 from attnroute.executors.flex import operator as flex_op
-from attnroute.executors.flex.key import key_of
-from attnroute.executors.flex.program import Blocked, Part, blocked, scored
+from attnroute.executors.flex.program import Blocked, Part, Settings, blocked, key_of, scored
 from attnroute.executors.protocol import Executor
 from attnroute.masks.lowered.blocks import BLOCK
 from attnroute.masks.tracing import is_traced
@@ -29,34 +29,25 @@ _BACKEND: Final = "BACKEND"
 _BLOCK_SIZE: Final = ("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE")
 """Options for the lists of blocks, which are made here; torch reads them off the lists."""
 WHOLE: Final = 128
-"""Tokens: torch's own test for lengths that need no look at the ends (flex_attention.py, IS_DIVISIBLE)."""
+"""Tokens: lengths that are multiples of it need no bounds checks (torch, flex_attention.py, IS_DIVISIBLE)."""
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:
-    """Run the compiled call of the structure.
-
-    Raises:
-        NotCompiledError: As `run_as`.
-    """
-    return run_as("flex", inputs, plan)
-
-
-def run_as(backend: str, inputs: Inputs, plan: Plan) -> Output:
-    """Run the compiled call of the structure, under the operator's name that profiles show.
+    """Run the compiled call of the structure, under the name of the plan's backend that profiles show.
 
     Raises:
         NotCompiledError: torch.compile cannot compile here, or has compiled this structure too often.
     """
-    compiling.need_compiler(backend)
+    compiling.need_compiler(plan.backend)
     mask, score, settings = _program(inputs, plan)
     qkv = (inputs.query, inputs.key, inputs.value)
     if is_traced(inputs.query):
-        return _finished(*flex_op.attend(backend, *qkv, mask, score, settings), inputs, plan)
+        return _finished(*flex_op.attend(plan.backend, *qkv, mask, score, settings), inputs, plan)
     entry = compiling.entry(key_of(qkv, mask, score, settings), mask.part, score, settings)
     if plan.device_type == "cpu":
-        qkv = flex_op.as_the_cpu_takes_them(qkv)
+        qkv = flex_op.with_own_memory(qkv)
     if torch.autograd.profiler._is_profiler_enabled:
-        with torch.profiler.record_function(f"attnroute::{backend}"):
+        with torch.profiler.record_function(f"attnroute::{plan.backend}"):
             out, lse = compiling.run(entry, qkv, mask, score)
     else:
         out, lse = compiling.run(entry, qkv, mask, score)
@@ -80,11 +71,11 @@ def compiled_seconds(inputs: Inputs, plan: Plan) -> float | None:
     return None if found is None or not found.seconds else sum(found.seconds)
 
 
-def _program(inputs: Inputs, plan: Plan) -> tuple[Blocked, Part, compiling.Settings]:
+def _program(inputs: Inputs, plan: Plan) -> tuple[Blocked, Part, Settings]:
     # Kernels that take the place of Triton's are written in CuTe DSL.
     cute = _BACKEND in dict(plan.options)
     mask, score = blocked(inputs, _block_size(plan), cute=cute), scored(inputs, cute=cute)
-    settings = compiling.Settings(
+    settings = Settings(
         scale=inputs.scale,
         enable_gqa=bool(inputs.query.shape[1] != inputs.key.shape[1]),
         return_lse=plan.return_lse or inputs.sink is not None,
@@ -104,7 +95,7 @@ def _block_size(plan: Plan) -> tuple[int, int] | None:
 
 
 def _options(inputs: Inputs, plan: Plan) -> tuple[tuple[str, int | bool | str], ...]:
-    """Whole blocks need no look at the ends, which lengths that vary would otherwise always get."""
+    """Whole blocks need no bounds checks, which torch otherwise makes wherever lengths vary."""
     options = tuple((name, value) for name, value in plan.options if name not in _BLOCK_SIZE)
     whole = inputs.query.shape[2] % WHOLE == 0 and inputs.key.shape[2] % WHOLE == 0
     # Kernels that take the place of Triton's know no such option.
@@ -114,7 +105,7 @@ def _options(inputs: Inputs, plan: Plan) -> tuple[tuple[str, int | bool | str], 
 
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Weigh the output down by the share of the sink; exact, and differentiable because this lse is."""
+    """Scale the output by the share that the sink leaves; differentiable, because this lse is."""
     logit = sink.to(lse.dtype)[None, :, None].expand_as(lse)
     empty = lse == -math.inf
     known = lse.masked_fill(empty, 0.0)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from attnroute.executors.packages.request import swapped
+from attnroute.executors.packages.request import to_bhsd
 from attnroute.executors.prepare.sink import sink_gradient as sum_of_sink
+from attnroute.executors.ragged import places
 from attnroute.memory import cached
 
 if TYPE_CHECKING:
-    from attnroute.executors.packages.external import Gradients, Launched
-    from attnroute.executors.packages.request import Request
+    from attnroute.executors.packages.request import Gradients, Launched, Request
 
 
 class Band(NamedTuple):
@@ -72,20 +72,22 @@ def _plus(side: int | None, offset: int) -> int | None:
     return None if side is None else side + offset
 
 
-def settled(request: Request, ran: Launched) -> Launched:
+def zero_unattended_rows(request: Request, ran: Launched) -> Launched:
     """Return a ragged forward's results with zeros and the log-sum-exp of nothing for queries without keys.
 
     cuDNN before 9.25 gives NaN for sequences of no length (NVIDIA/cudnn-frontend#943).
     """
-    alone = queries_alone(request)
+    empty = unattended_queries(request)
     nothing = -math.inf if request.sink is None else request.sink.float()[:, None]
-    lse = torch.where(alone, nothing, ran.lse)
-    return ran._replace(out=ran.out.masked_fill(alone[:, None, None], 0.0), lse=lse)
+    lse = torch.where(empty, nothing, ran.lse)
+    return ran._replace(out=ran.out.masked_fill(empty[:, None, None], 0.0), lse=lse)
 
 
-def settled_gradients(request: Request, grads: Gradients) -> Gradients:
-    """Return a ragged backward's gradients with zeros for tokens that take part in nothing."""
-    queries, keys = (alone[:, None, None] for alone in (queries_alone(request), keys_alone(request)))
+def zero_unattended_gradients(request: Request, grads: Gradients) -> Gradients:
+    """Return a ragged backward's gradients with zeros for tokens that no pair has."""
+    queries, keys = (
+        empty[:, None, None] for empty in (unattended_queries(request), unattended_keys(request))
+    )
     return grads._replace(
         query=grads.query.masked_fill(queries, 0.0),
         key=grads.key.masked_fill(keys, 0.0),
@@ -107,26 +109,26 @@ def sink_gradient(request: Request, out: Tensor, lse: Tensor, grad_out: Tensor) 
     if request.is_ragged:
         grad_out, out, lse = grad_out[None].transpose(1, 2), out[None].transpose(1, 2), lse[None]
     else:
-        grad_out, out = swapped(request, grad_out), swapped(request, out)
+        grad_out, out = to_bhsd(request, grad_out), to_bhsd(request, out)
     return sum_of_sink(grad_out, out, lse, request.sink.float())
 
 
-def queries_alone(request: Request) -> Tensor:
+def unattended_queries(request: Request) -> Tensor:
     """Return bool (total_q,) of a ragged batch, True where a query may attend no key."""
     sums_q, _, lengths_q, lengths_kv = _sequences(request)
     offset = lengths_kv - lengths_q
     first = None if request.left is None else offset - request.left
     last = None if request.right is None else offset + request.right
-    return _alone(sums_q, request.query.shape[0], lengths_kv, first, last)
+    return _unattended(sums_q, request.query.shape[0], lengths_kv, first, last)
 
 
-def keys_alone(request: Request) -> Tensor:
+def unattended_keys(request: Request) -> Tensor:
     """Return bool (total_kv,) of a ragged batch with all keys in use, True where no query may attend it."""
     _, sums_kv, lengths_q, lengths_kv = _sequences(request)
     offset = lengths_q - lengths_kv
     first = None if request.right is None else offset - request.right
     last = None if request.left is None else offset + request.left
-    return _alone(sums_kv, request.key.shape[0], lengths_q, first, last)
+    return _unattended(sums_kv, request.key.shape[0], lengths_q, first, last)
 
 
 def _sequences(request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -135,18 +137,19 @@ def _sequences(request: Request) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return sums_q, sums_kv, sums_q.diff(), sums_kv.diff() if request.used_kv is None else request.used_kv
 
 
-def _alone(sums: Tensor, total: int, others: Tensor, first: Tensor | None, last: Tensor | None) -> Tensor:
-    """Return which tokens meet none of the other side's.
+def _unattended(
+    sums: Tensor, total: int, others: Tensor, first: Tensor | None, last: Tensor | None
+) -> Tensor:
+    """Return which tokens attend, or are attended by, no token of the other side.
 
     Args:
         sums: Prefix sums of the tokens.
         total: How many tokens there are.
         others: Tokens of each sequence on the other side.
-        first: The first place that a sequence's token 0 meets, per sequence; later tokens meet later ones.
-        last: The last place that it meets.
+        first: The first place that a sequence's token 0 reaches, per sequence; later tokens reach later ones.
+        last: The last place that it reaches.
     """
-    tokens = torch.arange(total, dtype=torch.int32, device=sums.device)
-    ids = torch.searchsorted(sums[1:], tokens, right=True, out_int32=True)
-    places, end = tokens - sums[ids], others[ids] - 1
-    start = torch.zeros_like(places) if first is None else (places + first[ids]).clamp(min=0)
-    return start > (end if last is None else torch.minimum(places + last[ids], end))
+    ids, at = places(sums, total)
+    start = torch.zeros_like(at) if first is None else (at + first[ids]).clamp(min=0)
+    end = others[ids] - 1
+    return start > (end if last is None else torch.minimum(at + last[ids], end))

@@ -14,10 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnroute.executors.aten import flash_ragged
-from attnroute.executors.packages.cudnn_band import band_of, settled, settled_gradients, sink_gradient
-from attnroute.executors.packages.external import External, Gradients, Launched
-from attnroute.executors.packages.request import Request, swapped
+from attnroute.executors import ragged
+from attnroute.executors.packages.cudnn_band import (
+    band_of,
+    sink_gradient,
+    zero_unattended_gradients,
+    zero_unattended_rows,
+)
+from attnroute.executors.packages.external import External
+from attnroute.executors.packages.request import Gradients, Launched, Request, to_bhsd
 from attnroute.memory import INSTALLED, cached
 
 _OPEN = -1
@@ -43,8 +48,8 @@ class _Kernel:
                 **_inputs(request), **_settings(request), sinks=sink, return_lse=True
             )
         if not request.is_ragged:
-            return Launched(swapped(request, out), lse.squeeze(-1))
-        return settled(request, Launched(out, lse.squeeze(-1).T))
+            return Launched(to_bhsd(request, out), lse.squeeze(-1))
+        return zero_unattended_rows(request, Launched(out, lse.squeeze(-1).T))
 
     def backward(self, request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
         """Launch `cudnn::sdpa_bwd`, which makes its weights from the log-sum-exp and so needs no sink."""
@@ -60,7 +65,7 @@ class _Kernel:
         )
         query, key, value = (_heads_first(request, g) for g in grads)
         made = Gradients(query, key, value, sink_gradient(request, ran.out, lse, grad_out))
-        return settled_gradients(request, made) if request.is_ragged else made
+        return zero_unattended_gradients(request, made) if request.is_ragged else made
 
 
 def _inputs(request: Request) -> dict[str, Tensor]:
@@ -73,14 +78,14 @@ def _inputs(request: Request) -> dict[str, Tensor]:
 
 def _heads_first(request: Request, tensor: Tensor) -> Tensor:
     """Return a padded batch in layout bhsd, which is its own inverse."""
-    return tensor if request.is_ragged else swapped(request, tensor)
+    return tensor if request.is_ragged else to_bhsd(request, tensor)
 
 
 def _rows(request: Request, lse: Tensor) -> Tensor:
     """Return the log-sum-exp as (batch or sequences, num_heads_q, longest sequence)."""
     if request.cu_seqlens_q is None:
         return lse.contiguous()
-    return flash_ragged.per_sequence(lse, request.cu_seqlens_q, request.max_seqlen_q)
+    return ragged.per_sequence(lse, request.cu_seqlens_q, request.max_seqlen_q)
 
 
 def _settings(request: Request) -> dict[str, Any]:

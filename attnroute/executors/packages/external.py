@@ -8,9 +8,9 @@ Python costs the host several times as much. Profiles and dispatch modes see a m
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +19,20 @@ from torch.autograd.function import once_differentiable
 from attnroute.errors import KernelRefusedError
 from attnroute.executors import first_call, launch
 from attnroute.executors.batched_gradients import in_turn
-from attnroute.executors.gradients import fitted
-from attnroute.executors.packages.request import SCHEMA, Request, packed, padded, request_of, swapped
-from attnroute.executors.prepare import from_lse
+from attnroute.executors.operators import Side, register
+from attnroute.executors.packages import fallback
+from attnroute.executors.packages.request import (
+    SCHEMA,
+    Gradients,
+    Launched,
+    Request,
+    packed,
+    padded,
+    request_of,
+    to_bhsd,
+)
 from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
+from attnroute.executors.strides import fitted
 from attnroute.masks.tracing import is_traced
 
 _FIELDS = len(Request._fields)
@@ -34,30 +44,6 @@ _OUTPUTS = 3
 _GIVEN_BACK = 1 + _OUTPUTS
 """What a backward launch takes before the fields."""
 _NO_MARK: AbstractContextManager[Any] = nullcontext()
-
-
-class Launched(NamedTuple):
-    """What a forward launch returns.
-
-    Attributes:
-        out: As the query, with head_dim_v.
-        lse: (batch, num_heads_q, seqlen_q), ragged (num_heads_q, total_q); natural log, float32. A row with
-            no key may have -inf or +inf.
-        state: The state of dropout, int64 (2,), None without dropout.
-    """
-
-    out: Tensor
-    lse: Tensor
-    state: Tensor | None = None
-
-
-class Gradients(NamedTuple):
-    """What a backward launch returns, each in the shape of what it belongs to."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sink: Tensor | None = None
 
 
 class Kernel(Protocol):
@@ -93,24 +79,22 @@ class External:
         self._kernel = kernel
         self._says_infinity = getattr(kernel, "says_infinity", True)
         self._heads_first = getattr(kernel, "heads_first", False)
-        self._forward = torch.library.custom_op(
-            f"attnroute::{backend}",
-            self._forward_of_graphs,
-            mutates_args=(),
-            schema=f"({SCHEMA}) -> (Tensor out, Tensor lse, Tensor state)",
-        )
-        self._backward = torch.library.custom_op(
-            f"attnroute::{backend}_backward",
-            self._backward_of_graphs,
-            mutates_args=(),
-            schema=(
-                f"(Tensor grad_out, Tensor out, Tensor lse, Tensor state, {SCHEMA})"
-                " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sink)"
+        self._forward, self._backward = register(
+            backend,
+            Side(
+                f"({SCHEMA}) -> (Tensor out, Tensor lse, Tensor state)",
+                self._forward_of_graphs,
+                _fake_forward,
             ),
+            Side(
+                f"(Tensor grad_out, Tensor out, Tensor lse, Tensor state, {SCHEMA})"
+                " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sink)",
+                self._backward_of_graphs,
+                _fake_backward,
+            ),
+            save=_save,
+            gradients=_gradients,
         )
-        self._forward.register_fake(_fake_forward)
-        self._backward.register_fake(_fake_backward)
-        self._forward.register_autograd(self._gradients, setup_context=_save)
 
     @property
     def executor(self) -> Executor:
@@ -154,7 +138,7 @@ class External:
         if request.is_ragged:
             query, key, value = (g.unflatten(0, (batch, -1)).transpose(1, 2) for g in grads[:3])
         else:
-            query, key, value = (swapped(request, g) for g in grads[:3])
+            query, key, value = (to_bhsd(request, g) for g in grads[:3])
         return query, key, value, None
 
     def _request_of(self, inputs: Inputs, plan: Plan, *, in_graph: bool) -> Request:
@@ -170,7 +154,7 @@ class External:
             if request.fallback != "inside" or request.dropout_p:
                 raise
             self._note(error, request)
-            out, lse = from_lse.forward(request)
+            out, lse = fallback.forward(request)
             state = None
         lse = lse.float()
         if self._says_infinity and reads_lse:
@@ -187,7 +171,7 @@ class External:
             if request.fallback == "none" or request.dropout_p:
                 raise
             self._note(error, request)
-            return from_lse.backward(request, ran, grad_out)
+            return fallback.backward(request, ran, grad_out)
 
     def _forward_of_graphs(self, *arguments: Any) -> tuple[Tensor, ...]:
         """An operator's outputs lie as its fake ones do, and own their memory."""
@@ -223,11 +207,6 @@ class External:
     def _note(self, error: KernelRefusedError, request: Request) -> None:
         qkv = (request.query, request.key, request.value)
         launch.note_backward_failure(self._backend, error, "chunked", training=request.training, qkv=qkv)
-
-    def _gradients(self, ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        wants_sink = ctx.needs_input_grad[_SINK]
-        return _each(self._backward(grad_out, *saved, *ctx.numbers), saved, wants_sink=wants_sink)
 
 
 class _Eager(torch.autograd.Function):
@@ -288,6 +267,14 @@ def _code_of(request: Request) -> tuple[Hashable, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output, *inputs[:_SAVED])
     ctx.numbers = inputs[_SAVED:]
+
+
+def _gradients(
+    backward: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_out: Tensor, *_: Any
+) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    wants_sink = ctx.needs_input_grad[_SINK]
+    return _each(backward(grad_out, *saved, *ctx.numbers), saved, wants_sink=wants_sink)
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attnroute.executors.aten import flash_ragged
-from attnroute.executors.packages.external import External, Gradients, Launched
+from attnroute.executors import ragged
+from attnroute.executors.packages.external import External
 from attnroute.executors.packages.flash_attn import Sides, readable, sides_of
-from attnroute.executors.packages.request import Request
+from attnroute.executors.packages.request import Gradients, Launched, Request
 from attnroute.masks.lowered import sequences
 from attnroute.memory import INSTALLED, cached
 
@@ -59,7 +59,7 @@ class _Kernel:
         # Four values, or eight with the tensors as the kernel read them between the output and the others.
         out, (lse, _, state) = found[0], found[-3:]
         if request.cu_seqlens_q is not None:
-            lse = flash_ragged._per_token(lse, request.cu_seqlens_q, request.query.shape[0])
+            lse = ragged.per_token(lse, request.cu_seqlens_q, request.query.shape[0])
         shift = _alibi_shift(request, sides)
         lse = lse if shift is None else lse - shift
         return Launched(out, lse, state if request.dropout_p else None)
@@ -188,7 +188,7 @@ def _as_forward_gives(request: Request, lse: Tensor) -> Tensor:
     sums_q = request.cu_seqlens_q
     if sums_q is None or "softcap" in _parameters("_flash_attn_varlen_backward"):
         return lse.contiguous()
-    return flash_ragged.per_sequence(lse, sums_q, _bounds(request, sides_of(request))[0])
+    return ragged.per_sequence(lse, sums_q, _bounds(request, sides_of(request))[0])
 
 
 def _alibi_shift(request: Request, sides: Sides) -> Tensor | None:
@@ -202,7 +202,7 @@ def _alibi_shift(request: Request, sides: Sides) -> Tensor | None:
     diagonal = _diagonal(request)
     if not request.is_ragged:
         return request.alibi_slopes.reshape(-1, request.query.shape[-2], 1) * diagonal
-    ids, _ = flash_ragged.places(cast("Tensor", request.cu_seqlens_q), request.query.shape[0])
+    ids, _ = ragged.places(cast("Tensor", request.cu_seqlens_q), request.query.shape[0])
     slopes = request.alibi_slopes
     return (slopes[:, None] if slopes.dim() == 1 else slopes[ids].T) * diagonal
 
@@ -212,7 +212,7 @@ def _diagonal(request: Request) -> Tensor:
     sums_q, sums_kv = request.cu_seqlens_q, request.cu_seqlens_kv
     if sums_q is None or sums_kv is None:
         return torch.arange(request.max_seqlen_q, device=request.query.device) + request.offset
-    ids, places = flash_ragged.places(sums_q, request.query.shape[0])
+    ids, places = ragged.places(sums_q, request.query.shape[0])
     lengths_kv = sums_kv.diff() if request.used_kv is None else request.used_kv
     return places + (lengths_kv - sums_q.diff())[ids]
 

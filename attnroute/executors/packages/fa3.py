@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnroute.executors.packages.external import External, Gradients, Launched
+from attnroute.executors.packages.external import External
 from attnroute.executors.packages.flash_attn import readable, sides_of
-from attnroute.executors.packages.request import Request
+from attnroute.executors.packages.request import Gradients, Launched, Request
 from attnroute.memory import INSTALLED, cached
 
 _LIBRARIES = ("flash_attn_3._C", "xformers.flash_attn_3._C")

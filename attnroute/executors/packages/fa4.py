@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnroute.executors.packages.external import External, Gradients, Launched
+from attnroute.executors.packages.external import External
 from attnroute.executors.packages.flash_attn import check_sides, readable
+from attnroute.executors.packages.request import Gradients, Launched
 from attnroute.executors.prepare.sink import sink_gradient
 from attnroute.memory import INSTALLED, cached
 

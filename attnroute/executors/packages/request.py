@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor  # noqa: TC002 - a NamedTuple's fields are read at run time
 
-from attnroute.executors.aten import flash_ragged
+from attnroute.executors import ragged
 from attnroute.masks.tracing import is_traced
 
 if TYPE_CHECKING:
@@ -99,6 +99,30 @@ SCHEMA = (
 """The fields of `Request` as an operator's arguments."""
 
 
+class Launched(NamedTuple):
+    """What a forward launch returns.
+
+    Attributes:
+        out: As the query, with head_dim_v.
+        lse: (batch, num_heads_q, seqlen_q), ragged (num_heads_q, total_q); natural log, float32. A row with
+            no key may have -inf or +inf.
+        state: The state of dropout, int64 (2,), None without dropout.
+    """
+
+    out: Tensor
+    lse: Tensor
+    state: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """What a backward launch returns, each in the shape of what it belongs to."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sink: Tensor | None = None
+
+
 def request_of(inputs: Inputs, plan: Plan, *, heads_first: bool = False) -> Request:
     """Return the request of one call: padded rows, or sequences where the plan says `to_varlen`."""
     query, key, value = inputs.query, inputs.key, inputs.value
@@ -107,9 +131,9 @@ def request_of(inputs: Inputs, plan: Plan, *, heads_first: bool = False) -> Requ
     if not heads_first or "to_varlen" in plan.repairs:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if "to_varlen" in plan.repairs:
-        (sums_q, sums_kv, used), longest_q, longest_kv = flash_ragged.rows_of(inputs, training=plan.training)
+        (sums_q, sums_kv, used), longest_q, longest_kv = ragged.rows_of(inputs, training=plan.training)
         query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-    left, right = flash_ragged.window_sizes(inputs)
+    left, right = ragged.window_sizes(inputs)
     slopes = None if inputs.alibi_slopes is None else inputs.alibi_slopes.float()
     return Request(
         query,
@@ -141,7 +165,7 @@ def _fallback(query: Tensor, plan: Plan) -> str:
     return "inside" if is_traced(query) else "caller"
 
 
-def swapped(request: Request, tensor: Tensor) -> Tensor:
+def to_bhsd(request: Request, tensor: Tensor) -> Tensor:
     """Return a tensor of a padded batch in layout bhsd; this is its own inverse."""
     return tensor if request.heads_first else tensor.transpose(1, 2)
 
@@ -149,7 +173,7 @@ def swapped(request: Request, tensor: Tensor) -> Tensor:
 def padded(request: Request, out: Tensor, lse: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of a request in the shapes of the inputs, layout bhsd."""
     if not request.is_ragged:
-        return swapped(request, out), lse
+        return to_bhsd(request, out), lse
     batch, _, seqlen, _ = inputs.query.shape
     lse = lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
     return out.unflatten(0, (batch, seqlen)).transpose(1, 2), lse
@@ -158,5 +182,5 @@ def padded(request: Request, out: Tensor, lse: Tensor, inputs: Inputs) -> tuple[
 def packed(request: Request, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Undo `padded`."""
     if not request.is_ragged:
-        return swapped(request, out), lse
+        return to_bhsd(request, out), lse
     return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)

@@ -15,10 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnroute.executors.aten import flash_ragged
-from attnroute.executors.packages.cudnn_band import Band, band_of, settled, settled_gradients, sink_gradient
-from attnroute.executors.packages.external import External, Gradients, Launched
-from attnroute.executors.packages.request import Request
+from attnroute.executors import ragged
+from attnroute.executors.packages.cudnn_band import (
+    Band,
+    band_of,
+    sink_gradient,
+    zero_unattended_gradients,
+    zero_unattended_rows,
+)
+from attnroute.executors.packages.external import External
+from attnroute.executors.packages.request import Gradients, Launched, Request
 from attnroute.masks.lowered import sequences
 from attnroute.memory import INSTALLED, cached
 
@@ -65,8 +71,8 @@ class _Kernel:
         if request.cu_seqlens_q is None:
             return Launched(out, lse, state)
         self._is_padded[out.device] = lse.dim() == 3
-        lse = _per_token(lse, request.cu_seqlens_q, request.query.shape[0])
-        return settled(request, Launched(out, lse, state))
+        lse = per_token(lse, request.cu_seqlens_q, request.query.shape[0])
+        return zero_unattended_rows(request, Launched(out, lse, state))
 
     def backward(self, request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
         """Launch the backward, which makes its weights from the log-sum-exp and so needs no sink."""
@@ -84,7 +90,7 @@ class _Kernel:
             **_settings(request),
         )
         grads = Gradients(query, key, value, sink_gradient(request, ran.out, lse, grad_out))
-        return settled_gradients(request, grads) if request.is_ragged else grads
+        return zero_unattended_gradients(request, grads) if request.is_ragged else grads
 
     def _statistics(self, request: Request, lse: Tensor) -> Tensor:
         """Return the log-sum-exp in the form of the forward, whose last dimension is 1."""
@@ -98,7 +104,7 @@ class _Kernel:
             )
             raise RuntimeError(msg)
         if padded:
-            return flash_ragged.per_sequence(lse, request.cu_seqlens_q, request.max_seqlen_q)[..., None]
+            return ragged.per_sequence(lse, request.cu_seqlens_q, request.max_seqlen_q)[..., None]
         return lse.T.contiguous()[..., None]
 
 
@@ -181,9 +187,9 @@ def _layout(request: Request) -> str:
     return "_".join([_format(request)] * 3)
 
 
-def _per_token(lse: Tensor, sums_q: Tensor, total: int) -> Tensor:
+def per_token(lse: Tensor, sums_q: Tensor, total: int) -> Tensor:
     """Return (num_heads_q, total) of (total, num_heads_q) or (sequences, num_heads_q, longest sequence)."""
-    return lse.T if lse.dim() == 2 else flash_ragged._per_token(lse, sums_q, total)
+    return lse.T if lse.dim() == 2 else ragged.per_token(lse, sums_q, total)
 
 
 executor = External("te", _Kernel()).executor

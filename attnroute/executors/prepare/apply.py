@@ -1,4 +1,7 @@
-"""Each preparation once, on tensors. `attnroute.engine.repairs` has the same list on plain data."""
+"""The repairs of a decision, done to tensors before and after the kernel runs.
+
+`attnroute.engine.repairs` has the same list on plain data. Each is here once.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from attnroute.executors.prepare.pair import run_pair
 from attnroute.executors.prepare.pieces import BATCH, HEADS, pieces
 from attnroute.executors.prepare.sink import run_with_sink
 from attnroute.executors.protocol import Executor, Inputs, Output, Plan
+from attnroute.executors.strides import is_packed
 from attnroute.masks.lowered.dense import additive, build
 from attnroute.masks.lowered.form import Extent, LoweredMask
-from attnroute.masks.tracing import address, holds, is_tracing
+from attnroute.masks.tracing import address, is_tracing
 from attnroute.memory import cached
 from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE
 
@@ -33,9 +37,9 @@ _ADDITIVE = frozenset({"cast_mask", "cast_bias", "align_bias"})
 
 
 def run_repaired(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
-    """Prepare the inputs as the plan says, run, and undo what the preparations did to the shape."""
+    """Make the repairs of the plan, run, and undo what they did to the shape."""
     if not plan.repairs:
-        inputs.attn = _undressed(inputs)
+        inputs.attn = _as_given(inputs)
         return executor.run(inputs, plan)
     repairs = frozenset(plan.repairs)
     for limit, axis in (("split_batch", BATCH), ("split_heads", HEADS)):
@@ -47,7 +51,7 @@ def run_repaired(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
     if "materialize_alibi" in repairs:
         inputs.bias, inputs.alibi_slopes = _alibi(inputs), None
     nothing = inputs.mask.is_full and inputs.bias is None
-    inputs.attn = _dense(inputs, repairs) if repairs & _DENSE and not nothing else _undressed(inputs)
+    inputs.attn = _dense(inputs, repairs) if repairs & _DENSE and not nothing else _as_given(inputs)
     head_dim_v = inputs.value.shape[-1]
     _prepare_qkv(inputs, repairs)
     sink = inputs.sink if "sink_from_lse" in repairs else None
@@ -78,7 +82,7 @@ def empty_rows(attn: Tensor) -> Tensor:
     return ~allowed.any(-1)
 
 
-def _undressed(inputs: Inputs) -> Tensor | None:
+def _as_given(inputs: Inputs) -> Tensor | None:
     """The dense mask or bias as the caller gave it, for operators that take it so."""
     return inputs.mask.dense if inputs.bias is None else inputs.bias
 
@@ -173,15 +177,6 @@ def _tokens_packed(tensor: Tensor) -> Tensor:
     if tokens.is_contiguous() and address(tensor) % 16 == 0:
         return tensor
     return tokens.clone(memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-def is_packed(tensor: Tensor) -> bool:
-    """Return whether the last stride is 1 and the start and every row lie at multiples of 16 bytes."""
-    size = tensor.element_size()
-    rows = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    if not all(holds(n <= 1) or holds(s * size % 16 == 0) for n, s in rows):
-        return False
-    return (tensor.shape[-1] <= 1 or holds(tensor.stride(-1) == 1)) and address(tensor) % 16 == 0
 
 
 def _split(executor: Executor, inputs: Inputs, plan: Plan, axis: int) -> Output:

@@ -3,57 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnroute.executors.batched_gradients import in_turn
-from attnroute.executors.prepare import from_lse
-from attnroute.executors.prepare.sink import shrunk, total
+from attnroute.executors.chunked import from_lse
+from attnroute.executors.prepare.sink import Fixed, shrunk, total
 from attnroute.executors.protocol import Executor, Inputs, Output, Pair, Plan
 
-if TYPE_CHECKING:
-    from attnroute.masks.lowered.form import LoweredMask
-
-_SETTINGS: Final = 6
+_CONSTANTS: Final = 4
+"""Arguments of `_Pair` before its tensors."""
 
 
 def run_pair(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
-    """Run a kernel's forward, and chunked's backward where gradients are asked for.
+    """Run a kernel's forward, and chunked's backward where gradients are wanted.
 
     Returns:
         Output and log-sum-exp; only the output carries a gradient.
     """
     tensors = (inputs.query, inputs.key, inputs.value, inputs.sink, inputs.alibi_slopes)
-    settings = (plan, inputs.mask, inputs.attn, inputs.scale, inputs.softcap)
-    out, lse = _Pair.apply(executor.pair, *settings, *tensors)  # type: ignore[no-untyped-call]
+    constants = (executor.pair, plan, Fixed.of(inputs), inputs.attn)
+    out, lse = _Pair.apply(*constants, *tensors)  # type: ignore[no-untyped-call]
     return out, lse if plan.return_lse else None
 
 
 class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        kernel: Pair,
-        plan: Plan,
-        mask: LoweredMask,
-        attn: Tensor | None,
-        scale: float | None,
-        softcap: float,
-        *tensors: Tensor | None,
+        ctx: Any, kernel: Pair, plan: Plan, fixed: Fixed, attn: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        inputs = _inputs(mask, scale, softcap, tensors)
-        # What the mask became for the kernel; the backward reads the mask itself.
-        inputs.attn = attn
-        sink = inputs.sink
-        # The kernel's own backward never runs, so nothing is kept for it.
+        query, key, value, sink, slopes = tensors
+        # The kernel reads what the mask became for it, and the backward the mask itself. The kernel's own
+        # backward never runs, so nothing is kept for it.
+        inputs = fixed.inputs(query, key, value, attn=attn, sink=sink, slopes=slopes)
         ran = kernel.forward(inputs, replace(plan, training=False, return_lse=True))
         out, lse = ran.out, ran.lse
         if sink is not None and "sink_from_lse" in plan.repairs:
             out, lse = shrunk(out, lse, sink), total(lse, sink)
-        ctx.settings = (mask, scale, softcap)
+        ctx.fixed = fixed
         ctx.save_for_backward(*tensors, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -61,25 +51,8 @@ class _Pair(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        mask, scale, softcap = ctx.settings
-        inputs = _inputs(mask, scale, softcap, tuple(tensors))
-        wanted = tuple(ctx.needs_input_grad[_SETTINGS : _SETTINGS + 4])
+        query, key, value, sink, slopes, out, lse = ctx.saved_tensors
+        inputs = ctx.fixed.inputs(query, key, value, sink=sink, slopes=slopes)
+        wanted = tuple(ctx.needs_input_grad[_CONSTANTS : _CONSTANTS + 4])
         grads = in_turn(lambda grad: from_lse.gradients(inputs, out, lse, grad, wanted), grad_out)
-        return *(None,) * _SETTINGS, *grads, None
-
-
-def _inputs(
-    mask: LoweredMask, scale: float | None, softcap: float, tensors: tuple[Tensor | None, ...]
-) -> Inputs:
-    query, key, value, sink, slopes = tensors
-    return Inputs(
-        cast("Tensor", query),
-        cast("Tensor", key),
-        cast("Tensor", value),
-        mask,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        alibi_slopes=slopes,
-    )
+        return *(None,) * _CONSTANTS, *grads, None

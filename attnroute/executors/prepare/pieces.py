@@ -1,4 +1,4 @@
-"""One call cut along batch or heads, for kernels whose launch grid holds no more.
+"""One call cut along batch or heads, for kernels whose launch grid has a limit there.
 
 What reads a batch row or a head by its number, a predicate or a score_mod, is called with the number that it
 has in the whole call.
@@ -86,7 +86,7 @@ def _piece(inputs: Inputs, cut: Cut, first_kv: int, number_kv: int) -> Inputs:
 
 
 def cut_mask(mask: LoweredMask, cut: Cut, device: Any) -> LoweredMask:
-    """Return what a mask says about a piece. Bands and sums of documents hold for every row and head."""
+    """Return the mask of a piece. Bands and sums of documents are the same for every row and head."""
     return replace(
         mask,
         key_keep=cut.of_rows(mask.key_keep),

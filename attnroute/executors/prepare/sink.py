@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,48 @@ from attnroute.executors.protocol import Executor, Inputs, Output, Pair, Plan, R
 from attnroute.masks.lowered.form import FULL, LoweredMask
 from attnroute.memory import cached
 
-_TENSORS = 4
-_SETTINGS = 7
+_CONSTANTS: Final = 3
+"""Arguments of `_WithSink` before its tensors."""
+_NO_GRADS: Final = (None,) * 4
+"""Of query, key, value and attn."""
+
+
+class Fixed(NamedTuple):
+    """What a kernel takes beside tensors: the part of a call that has no gradient."""
+
+    mask: LoweredMask
+    scale: float | None
+    softcap: float
+    dropout_p: float
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Fixed:
+        """Return that part of a call."""
+        return cls(inputs.mask, inputs.scale, inputs.softcap, inputs.dropout_p)
+
+    def inputs(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn: Tensor | None = None,
+        sink: Tensor | None = None,
+        slopes: Tensor | None = None,
+    ) -> Inputs:
+        """Return the call with its tensors, as autograd saved them."""
+        return Inputs(
+            query,
+            key,
+            value,
+            self.mask,
+            attn=attn,
+            scale=self.scale,
+            softcap=self.softcap,
+            sink=sink,
+            alibi_slopes=slopes,
+            dropout_p=self.dropout_p,
+        )
 
 
 def run_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
@@ -38,21 +78,12 @@ def run_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
     """
     sink = cast("Tensor", inputs.sink)
     if plan.training:
-        mask = FULL if inputs.attn is not None else inputs.mask
-        tensors = (inputs.query, inputs.key, inputs.value, inputs.attn, sink)
-        return cast(
-            "Output",
-            _WithSink.apply(  # type: ignore[no-untyped-call]
-                executor.pair,
-                plan,
-                mask,
-                inputs.scale,
-                inputs.dropout_p,
-                inputs.softcap,
-                inputs.alibi_slopes,
-                *tensors,
-            ),
-        )
+        fixed = Fixed.of(inputs)
+        if inputs.attn is not None:
+            fixed = fixed._replace(mask=FULL)
+        tensors = (inputs.query, inputs.key, inputs.value, inputs.attn, sink, inputs.alibi_slopes)
+        out, lse = _WithSink.apply(executor.pair, plan, fixed, *tensors)  # type: ignore[no-untyped-call]
+        return out, lse
     out, lse = executor.run(inputs, _with_lse(plan))
     lse = cast("Tensor", lse)
     out = shrunk(out, lse, sink)
@@ -83,22 +114,14 @@ class _WithSink(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        kernel: Pair,
-        plan: Plan,
-        mask: LoweredMask,
-        scale: float | None,
-        dropout_p: float,
-        softcap: float,
-        slopes: Tensor | None,
-        *tensors: Tensor | None,
+        ctx: Any, kernel: Pair, plan: Plan, fixed: Fixed, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        sink = cast("Tensor", tensors[_TENSORS])
-        ran = kernel.forward(_inputs(mask, scale, dropout_p, softcap, slopes, tensors), plan)
+        query, key, value, attn, sink, slopes = cast("tuple[Tensor, ...]", tensors)
+        ran = kernel.forward(fixed.inputs(query, key, value, attn=attn, slopes=slopes), plan)
         out, lse = shrunk(ran.out, ran.lse, sink), total(ran.lse, sink)
-        ctx.settings = (kernel, plan, mask, scale, dropout_p, softcap, slopes)
+        ctx.kernel, ctx.plan, ctx.fixed = kernel, plan, fixed
         # Tensors are saved as autograd wants it, so that checkpoints and offloading see them.
-        ctx.constants = tuple(None if isinstance(part, Tensor) else part for part in ran.rest)
+        ctx.rest = tuple(None if isinstance(part, Tensor) else part for part in ran.rest)
         saved = (part if isinstance(part, Tensor) else None for part in ran.rest)
         ctx.save_for_backward(*tensors, out, lse, *saved)
         ctx.mark_non_differentiable(lse)
@@ -108,43 +131,20 @@ class _WithSink(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # A checkpoint recomputes what is saved when it is first read, and allows no second reading.
-        query, key, value, attn, sink, out, lse, *saved = ctx.saved_tensors
-        kernel, plan, mask, scale, dropout_p, softcap, slopes = ctx.settings
-        *wanted, sink_wanted = ctx.needs_input_grad[_SETTINGS:]
+        query, key, value, attn, sink, slopes, out, lse, *saved = ctx.saved_tensors
+        *wanted, sink_wanted, _slopes_wanted = ctx.needs_input_grad[_CONSTANTS:]
         # What has no key weighs nothing: exp(-inf - inf) is 0 where exp(-inf + inf) is NaN.
         lse = lse.masked_fill(lse == -math.inf, math.inf)
-        rest = tuple(c if t is None else t for c, t in zip(ctx.constants, saved, strict=True))
-        inputs = _inputs(mask, scale, dropout_p, softcap, slopes, (query, key, value, attn))
+        rest = tuple(c if t is None else t for c, t in zip(ctx.rest, saved, strict=True))
+        inputs = ctx.fixed.inputs(query, key, value, attn=attn, slopes=slopes)
 
         def of_sample(grad: Tensor) -> tuple[Tensor | None, ...]:
-            grads: tuple[Tensor | None, ...] = (None,) * _TENSORS
+            grads: tuple[Tensor | None, ...] = _NO_GRADS
             if any(wanted):
-                grads = kernel.backward(inputs, plan, Ran(out, lse, rest), grad, tuple(wanted))
+                grads = ctx.kernel.backward(inputs, ctx.plan, Ran(out, lse, rest), grad, tuple(wanted))
             return *grads, sink_gradient(grad, out, lse, sink) if sink_wanted else None
 
-        return *(None,) * _SETTINGS, *in_turn(of_sample, grad_out)
-
-
-def _inputs(
-    mask: LoweredMask,
-    scale: float | None,
-    dropout_p: float,
-    softcap: float,
-    slopes: Tensor | None,
-    tensors: Any,
-) -> Inputs:
-    query, key, value, attn, *_ = tensors
-    return Inputs(
-        query,
-        key,
-        value,
-        mask,
-        attn=attn,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=slopes,
-        dropout_p=dropout_p,
-    )
+        return *(None,) * _CONSTANTS, *in_turn(of_sample, grad_out), None
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

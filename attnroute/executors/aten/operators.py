@@ -1,4 +1,4 @@
-"""Torch's attention operators by the way that costs least: eager calls and tracers differ in it."""
+"""What torch's attention operators share: how they are called, and the mask in the form that they take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnroute.executors.protocol import Inputs
+from attnroute.masks.lowered.form import as_4d
 from attnroute.masks.tracing import is_traced
 from attnroute.memory import INSTALLED, cached
 
@@ -19,9 +21,19 @@ def operator_of(name: str, query: Tensor) -> Any:
 
     Args:
         name: The operator, which has one overload.
-        query: A tensor of the call, which says who asks.
+        query: A tensor of the call, a tracer's or not.
     """
     return _traced(name) if is_traced(query) else _eager(name)
+
+
+def attn_of(inputs: Inputs) -> Tensor | None:
+    """Return the mask or bias as a tensor of four dimensions, None where none is needed."""
+    return None if inputs.attn is None else as_4d(inputs.attn)
+
+
+def is_causal(inputs: Inputs) -> bool:
+    """Return the argument of this name: the mask is causal, and no tensor stands for it."""
+    return inputs.attn is None and inputs.mask.band_hi is not None
 
 
 @cached(64, INSTALLED)

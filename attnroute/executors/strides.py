@@ -1,4 +1,4 @@
-"""The gradient of an output, in memory that the backward of a kernel takes.
+"""Tensors in memory that kernels can read, the gradient of an output above all.
 
 A gradient lies as whatever came after the call left it, which nobody knows while the call is decided. Kernels
 read it in steps of 16 bytes and along its last dimension: a slice that starts elsewhere ends the process
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnroute.executors.batched_gradients import is_batched
-from attnroute.executors.prepare.apply import is_packed
-from attnroute.masks.tracing import address, example
+from attnroute.masks.tracing import address, example, holds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,6 +68,15 @@ def _fitted(grad: Tensor, strides: Sequence[int], *, as_output: bool) -> Tensor:
     outermost = sorted(range(grad.dim()), key=lambda dim: -example(strides[dim]))
     whole = grad.permute(outermost).clone(memory_format=torch.contiguous_format)
     return whole.permute([outermost.index(dim) for dim in range(grad.dim())])
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Return whether the last stride is 1 and the start and every row lie at multiples of 16 bytes."""
+    size = tensor.element_size()
+    rows = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    if not all(holds(n <= 1) or holds(s * size % 16 == 0) for n, s in rows):
+        return False
+    return (tensor.shape[-1] <= 1 or holds(tensor.stride(-1) == 1)) and address(tensor) % 16 == 0
 
 
 def _lies_as(grad: Tensor, strides: Sequence[int]) -> bool:
