@@ -62,14 +62,14 @@ def take(given: Given) -> Problem:
         query,
         key,
         value,
-        mask=given.mask,  # type: ignore[arg-type] # torch's own masks are gone.
-        is_causal=given.is_causal,
-        window=given.window,
-        bias=given.bias if score_mod is None else None,  # type: ignore[arg-type] # So are bias objects.
-        score_mod=score_mod,
-        captured=() if score_mod is None else captured_tensors(score_mod),
-        scale=given.scale,
-        traced=is_traced(query),
+        given.mask,  # type: ignore[arg-type] # torch's own masks are gone.
+        given.is_causal,
+        given.window,
+        given.bias if score_mod is None else None,  # type: ignore[arg-type] # So are bias objects.
+        score_mod,
+        () if score_mod is None else captured_tensors(score_mod),
+        given.scale,
+        query.is_meta if type(query) is Tensor else is_traced(query),
     )
     if given.layout == "thd":
         packed.pack(problem)
@@ -103,8 +103,7 @@ def _surround(problem: Problem) -> None:
         torch.is_grad_enabled() and _requires_grad(problem) and not torch.is_inference_mode_enabled()
     )
     only_deterministic = (
-        torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled()
+        torch._C._get_deterministic_algorithms() and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
     if given.deterministic and problem.training and not only_deterministic:
         raise _not_deterministic()

@@ -42,28 +42,29 @@ def key_of(problem: Problem, policy: Policy) -> RouteKey:
     types = tuple(map(type, arguments))
     if given.window is not None:
         types += tuple(map(type, given.window))
-    return RouteKey(
-        shapes=(query.shape, key.shape, value.shape),
-        memory=memory,
-        dtypes=(query.dtype, key.dtype, value.dtype),
-        devices=(query.device, key.device, value.device),
-        training=problem.training,
-        trains_inputs=problem.training and (query.requires_grad or key.requires_grad or value.requires_grad),
-        transform=problem.transform,
-        dispatch_mode=problem.dispatch_mode,
-        mask=None if problem.mask is None else _mask_key(problem.mask, problem, policy),
-        bias=None if problem.bias is None else _tensor_key(problem.bias),
-        sink=None if given.sink is None else _tensor_key(given.sink),
-        alibi_slopes=None if given.alibi_slopes is None else _tensor_key(given.alibi_slopes),
-        trains_function=(
-            None if problem.score_mod is None else any(t.requires_grad for t in problem.captured)
-        ),
-        scale=None if problem.scale is None else _scale_key(problem.scale),
-        deterministic=problem.deterministic,
-        arguments=arguments,
-        types=types,
-        policy=policy.key,
+    trains = problem.training and (query.requires_grad or key.requires_grad or value.requires_grad)
+    fields = (
+        (query.shape, key.shape, value.shape),
+        memory,
+        (query.dtype, key.dtype, value.dtype),
+        (query.device, key.device, value.device),
+        problem.training,
+        trains,
+        problem.transform,
+        problem.dispatch_mode,
+        None if problem.mask is None else _mask_key(problem.mask, problem, policy),
+        None if problem.bias is None else _tensor_key(problem.bias),
+        None if given.sink is None else _tensor_key(given.sink),
+        None if given.alibi_slopes is None else _tensor_key(given.alibi_slopes),
+        None if problem.score_mod is None else any(t.requires_grad for t in problem.captured),
+        None if problem.scale is None else _scale_key(problem.scale),
+        problem.deterministic,
+        arguments,
+        types,
+        policy.key,
     )
+    # As RouteKey(*fields), in a quarter of the time: each call of the user waits for this.
+    return tuple.__new__(RouteKey, fields)
 
 
 def _scale_key(scale: float) -> tuple[object, ...]:

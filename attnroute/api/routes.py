@@ -174,13 +174,15 @@ def _inputs(route: Route, problem: Problem) -> Inputs:
         problem.key,
         problem.value,
         FULL if route.mask is None else route.mask,
-        bias=problem.bias,
-        scale=problem.scale,
-        softcap=given.softcap,
-        sink=given.sink,
-        alibi_slopes=given.alibi_slopes,
-        dropout_p=given.dropout_p,
-        score_mod=problem.score_mod,
+        None,
+        problem.bias,
+        None,
+        problem.scale,
+        given.softcap,
+        given.sink,
+        given.alibi_slopes,
+        given.dropout_p,
+        problem.score_mod,
     )
     if route.mask is None:
         _lower(inputs, route, problem)
