@@ -150,26 +150,25 @@ class Compiled:
 
     def answer(self, facts: Facts) -> Tri:
         """Return whether one of the boxes holds."""
-        result: Tri = "false"
-        for box in self.boxes:
-            held: Tri = "true"
-            for field, holds, spec in box:
-                value = facts[field]
-                # Comparing in C costs a new class of calls no Python call for each of some hundred checks.
-                if holds is not None and value.__class__ in _KNOWN:
-                    if not holds(value):
-                        held = "false"
-                        break
-                elif (found := evaluate(spec, value, facts)) == "false":
-                    held = "false"
-                    break
-                elif found == "unknown" or (found == "varies" and held == "true"):
-                    held = found
-            if held == "true":
-                return "true"
-            if held == "unknown" or (held == "varies" and result == "false"):
-                result = held
-        return result
+        if len(self.boxes) == 1:
+            return _held(self.boxes[0], facts)
+        return combine_or(_held(box, facts) for box in self.boxes)
+
+
+def _held(box: tuple[Check, ...], facts: Facts) -> Tri:
+    """Return whether all checks of a box hold, as `combine_and` says it of the conditions."""
+    result: Tri = "true"
+    for field, holds, spec in box:
+        value = facts[field]
+        # Comparing in C costs a new class of calls no Python call for each of some hundred checks.
+        if holds is not None and value.__class__ in _KNOWN:
+            if not holds(value):
+                return "false"
+        elif (found := evaluate(spec, value, facts)) == "false":
+            return "false"
+        elif found == "unknown" or (found == "varies" and result == "true"):
+            result = found
+    return result
 
 
 _KNOWN: Final = frozenset({bool, int, float, str})
