@@ -100,6 +100,10 @@ class OverrideWarning(UserWarning):
     """An `ATTNROUTE_*` variable that attnroute does not know, or an `override()` that nobody entered."""
 
 
+class PluginWarning(UserWarning):
+    """A backend of another distribution is left out; the message names it and what is wrong with it."""
+
+
 def argument_error(argument: str, required: str, got: object, to_do: str) -> ArgumentError:
     """Build the one-sentence error for a bad argument.
 

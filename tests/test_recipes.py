@@ -16,7 +16,8 @@ from attnroute.engine.examples import Examples
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.tables.lint import lint
-from attnroute.tables.load import Tables, load, shipped_folder
+from attnroute.tables.load import Tables, load
+from attnroute.tables.read import shipped_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -13,8 +13,9 @@ from attnroute.engine.examples import Examples
 from attnroute.errors import TableError, printable
 from attnroute.settings import current
 from attnroute.tables.lint import lint
-from attnroute.tables.load import load, shipped_folder
+from attnroute.tables.load import load
 from attnroute.tables.preferences import all_preferences
+from attnroute.tables.read import shipped_folder
 from attnroute.tables.releases import ReleaseTable
 from attnroute.tables.schema import ArchTable, BackendTable, SharedRules, StockTable
 

@@ -78,7 +78,8 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
         _stock,
         _modules,
     )
-    found = [*(problem for check in checks for problem in check(tables)), *_expired(tables, today)]
+    broken = [Problem("", "", "", sentence) for sentence in tables.problems]
+    found = [*broken, *(problem for check in checks for problem in check(tables)), *_expired(tables, today)]
     # A row of several backends is looked at once for each.
     return list(dict.fromkeys(found))
 
@@ -203,7 +204,11 @@ def _duplicates(tables: Tables) -> Iterator[Problem]:
     told: set[tuple[str, str]] = set()
     for arch in tables.arch_names:
         for backend in tables.backends:
-            for one, other in combinations(tables.rules(arch, backend) or (), 2):
+            # The engine's own row about the kind of device takes the place of all others there.
+            rows = [
+                row for row in tables.rules(arch, backend) or () if not row.rule.name.startswith(RESERVED)
+            ]
+            for one, other in combinations(rows, 2):
                 pair = (one.id, other.id)
                 if pair not in told and _same_statement(one.rule, other.rule):
                     told.add(pair)

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from attnroute.errors import TableError, did_you_mean
 from attnroute.memory import INSTALLED, cached
+from attnroute.tables import plugins
 from attnroute.tables.providers import Providers, providers_of
-from attnroute.tables.read import read
+from attnroute.tables.read import read, shipped_folder
 from attnroute.tables.releases import with_tested_versions
 from attnroute.tables.rows import FeatureRow, OptionRow, RuleRow, wrong_device
 from attnroute.tables.schema import (
@@ -44,25 +45,9 @@ SEVERAL = "several"
 _NO_BACKEND = ("arch", "stock", SEVERAL)
 SHARED = "shared"
 """The folder of files that several architectures include."""
-_PACKAGED = Path(__file__).parent.parent / "_capability_tables"
-_SIBLING = Path(__file__).parent.parent.parent / "capability_tables"
-
 
 _Rules = list[tuple[Path, Rule]]
 _Options = list[tuple[Path, Option]]
-
-
-def shipped_folder() -> Path:
-    """Return the folder of the tables that came with this installation.
-
-    Raises:
-        TableError: Neither the packaged nor the sibling folder is there.
-    """
-    for folder in (_PACKAGED, _SIBLING):
-        if folder.is_dir():
-            return folder
-    msg = f"attnroute requires its capability tables at {_PACKAGED} or {_SIBLING}; got neither; reinstall it."
-    raise TableError(msg)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +56,14 @@ class Tables:
 
     Two objects are equal only if they are one, so that what is remembered about tables is not taken for
     true of the same folders read again.
+
+    Attributes:
+        folders: The shipped one, those of plug-ins, an overlay.
+        problems: What is wrong with the plug-ins that are left out, a sentence for each.
     """
 
     folders: tuple[Path, ...]
+    problems: tuple[str, ...] = ()
     _archs: dict[str, ArchTable] = field(default_factory=dict, compare=False)
     _rows: dict[tuple[str, str], tuple[RuleRow, ...] | None] = field(default_factory=dict, compare=False)
     _features: dict[tuple[str, str], dict[str, FeatureRow]] = field(default_factory=dict, compare=False)
@@ -218,21 +208,24 @@ class Tables:
     def _lineage(self, arch: str, backend: str) -> tuple[str, ...]:
         """Return the folders whose file speaks about a backend here, the nearest first.
 
-        A file replaces the inherited one only in the folder that introduces the architecture: an overlay's
-        file adds to what is inherited, because a user who adds one row must not lose the others.
+        A file replaces the inherited one only in the folder that introduces the architecture or the backend:
+        the file of an overlay adds to what is inherited, as a user who adds a row must not lose the others.
         """
         found = []
         for name in self.ancestors(arch):
-            homes = [folder for folder in self.folders if self._file(folder, name, "arch")]
             if any(self._is_about(folder, name, backend) for folder in self.folders):
                 found.append(name)
-            if homes and self._is_about(homes[0], name, backend):
+            homes = (self._first(name, "arch"), self._first(ANY, backend))
+            if any(home is not None and self._is_about(home, name, backend) for home in homes):
                 break
         return tuple(found)
 
     def _is_about(self, folder: Path, scope: str, backend: str) -> bool:
         is_there = self._file(folder, scope, backend) is not None
         return is_there or (scope, backend) in self._several(folder)
+
+    def _first(self, scope: str, stem: str) -> Path | None:
+        return next((folder for folder in self.folders if self._file(folder, scope, stem)), None)
 
     def _file(self, folder: Path, scope: str, stem: str) -> Path | None:
         """Return a file of one folder, None where it has none; each is looked for once."""
@@ -359,37 +352,45 @@ class Tables:
 
 
 def load(overlay: Path | None = None) -> Tables:
-    """Return the shipped tables, with an overlay folder on top if one is given.
+    """Return the shipped tables with those of plug-ins, and an overlay folder on top if one is given.
 
-    Files are read once; `forget()` lets them be read again.
+    Plug-ins are looked for and files are read once; `forget()` lets that be done again.
 
     Raises:
-        TableError: A folder is missing, a file is malformed, or nothing reads a file of the overlay.
+        TableError: A folder or file is wrong, nothing reads a file, or two plug-ins have one name.
+
+    Warns:
+        PluginWarning: A plug-in is left out, because something in it is wrong.
     """
     return _load(None if overlay is None else overlay.absolute())
 
 
 @cached(8, INSTALLED)
 def _load(overlay: Path | None) -> Tables:
+    installed = _installed()
     if overlay is None:
-        return Tables((shipped_folder(),))
+        return installed
     if not overlay.is_dir():
         msg = f"ATTNROUTE_TABLES requires a folder with the layout of capability_tables; got {overlay}."
         raise TableError(msg)
     # Imported here, because that module asks what tables read.
-    from attnroute.tables.strays import strays
+    from attnroute.tables.strays import check_overlay
 
-    tables = Tables((shipped_folder(), overlay))
-    try:
-        stray = next(strays(overlay, tables), None)
-    except OSError as error:
-        raise TableError(f"{overlay} requires files that can be read; got: {error.strerror}.") from error
-    if stray is not None:
-        raise TableError(f"{overlay / stray.file}: {stray.sentence}")
+    tables = Tables((*installed.folders, overlay), installed.problems)
+    check_overlay(overlay, tables)
     return tables
+
+
+@cached(1, INSTALLED)
+def _installed() -> Tables:
+    """Return the shipped tables and those of plug-ins."""
+    shipped = Tables((shipped_folder(),))
+    folders, problems = plugins.usable(shipped, lambda folder: Tables((*shipped.folders, folder)))
+    return Tables((*shipped.folders, *folders), problems)
 
 
 def forget() -> None:
     """Read every file again when it is next asked for."""
+    _installed.cache_clear()
     _load.cache_clear()
     read.cache_clear()

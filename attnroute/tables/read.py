@@ -1,4 +1,4 @@
-"""Read one file of the tables, and say in one sentence what is wrong with it."""
+"""Find the shipped tables, read one file, and say in one sentence what is wrong with it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,21 @@ from attnroute.errors import ECHO, TableError, shortened
 from attnroute.memory import INSTALLED, cached
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_PACKAGED = Path(__file__).parent.parent / "_capability_tables"
+_SIBLING = Path(__file__).parent.parent.parent / "capability_tables"
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the tables that came with this installation.
+
+    Raises:
+        TableError: Neither the packaged nor the sibling folder is there.
+    """
+    for folder in (_PACKAGED, _SIBLING):
+        if folder.is_dir():
+            return folder
+    msg = f"attnroute requires its capability tables at {_PACKAGED} or {_SIBLING}; got neither; reinstall it."
+    raise TableError(msg)
 
 
 @cached(4096, INSTALLED)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from attnroute.errors import did_you_mean
+from attnroute.errors import TableError, did_you_mean
 from attnroute.question.host import ARCH
-from attnroute.tables.load import ANY, SEVERAL, SHARED, shipped_folder
+from attnroute.tables.load import ANY, SEVERAL, SHARED
+from attnroute.tables.read import shipped_folder
 
 if TYPE_CHECKING:
     from attnroute.tables.load import Tables
@@ -24,6 +25,20 @@ class Stray(NamedTuple):
 
     file: str
     sentence: str
+
+
+def check_overlay(folder: Path, tables: Tables) -> None:
+    """Refuse an overlay with a file that nothing reads.
+
+    Raises:
+        TableError: It has one, or a file cannot be read.
+    """
+    try:
+        stray = next(strays(folder, tables), None)
+    except OSError as error:
+        raise TableError(f"{folder} requires files that can be read; got: {error.strerror}.") from error
+    if stray is not None:
+        raise TableError(f"{folder / stray.file}: {stray.sentence}")
 
 
 def strays(folder: Path, tables: Tables) -> Iterator[Stray]:

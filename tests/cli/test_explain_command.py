@@ -16,7 +16,7 @@ from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.question.policy import Policy, merge
 from attnroute.report.json import decision_from_json
-from attnroute.tables.load import shipped_folder
+from attnroute.tables.read import shipped_folder
 from attnroute.tables.releases import companions_of, known
 
 RELEASES = known(shipped_folder())

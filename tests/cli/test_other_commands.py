@@ -14,7 +14,8 @@ from attnroute.engine.decide import decide
 from attnroute.question.host import Host
 from attnroute.question.line import WORDS, parse, render
 from attnroute.tables import lint
-from attnroute.tables.load import load, shipped_folder
+from attnroute.tables.load import load
+from attnroute.tables.read import shipped_folder
 from attnroute.tables.schema import ArchTable, BackendTable, StockTable
 
 

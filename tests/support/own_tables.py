@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnroute.tables.load import shipped_folder
+from attnroute.tables.read import shipped_folder
 
 EVIDENCE = 'evidence = [{ kind = "own", ref = "this test" }]'
 ROW = f'[[rule]]\nname = "mine"\nrequires = {{ head_dim_qk = "<=1" }}\nbecause = "of this test"\n{EVIDENCE}\n'

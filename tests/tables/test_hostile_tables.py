@@ -13,7 +13,8 @@ from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.settings import reload
 from attnroute.tables.lint import lint
-from attnroute.tables.load import Tables, forget, load, shipped_folder
+from attnroute.tables.load import Tables, forget, load
+from attnroute.tables.read import shipped_folder
 
 CALL = parse("bf16 b1 hq8 sq64 d64")
 HOST = Host(arch="sm_90", versions={"torch": "2.13.0+cu130", "cuda": "13.0", "cudnn": "9.19.0"})

@@ -10,7 +10,8 @@ import pytest
 from support.own_tables import own_overlay
 
 from attnroute.tables.lint import lint
-from attnroute.tables.load import Tables, load, shipped_folder
+from attnroute.tables.load import Tables, load
+from attnroute.tables.read import shipped_folder
 
 TODAY = datetime.date(2026, 11, 27)
 ROW = """

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from attnroute.errors import TableError
-from attnroute.tables import load as load_module
-from attnroute.tables.load import Tables, load, shipped_folder
+from attnroute.tables import read as read_module
+from attnroute.tables.load import Tables, load
 from attnroute.tables.preferences import in_order, placed, preferences
+from attnroute.tables.read import shipped_folder
 
 EVIDENCE = 'evidence = [{ kind = "own", ref = "this test" }]'
 BACKEND = """
@@ -320,14 +321,14 @@ def test_several_problems_are_counted(base):
 
 
 def test_an_installation_without_tables_says_so(monkeypatch):
-    monkeypatch.setattr(load_module, "_PACKAGED", Path("/nowhere/packaged"))
-    monkeypatch.setattr(load_module, "_SIBLING", Path("/nowhere/sibling"))
+    monkeypatch.setattr(read_module, "_PACKAGED", Path("/nowhere/packaged"))
+    monkeypatch.setattr(read_module, "_SIBLING", Path("/nowhere/sibling"))
     with pytest.raises(TableError, match=r"requires its capability tables at .*; got neither; reinstall it"):
         shipped_folder()
 
 
 def test_packaged_tables_come_before_a_sibling_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(load_module, "_PACKAGED", tmp_path)
+    monkeypatch.setattr(read_module, "_PACKAGED", tmp_path)
     assert shipped_folder() == tmp_path
 
 

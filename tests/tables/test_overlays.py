@@ -14,7 +14,8 @@ from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.question.policy import Policy
 from attnroute.settings import call_policy, current, from_environment, override, reload
-from attnroute.tables.load import forget, load, shipped_folder
+from attnroute.tables.load import forget, load
+from attnroute.tables.read import shipped_folder
 
 CALL = parse("bf16 b1 hq8 sq64 d64")
 CPU = Host(arch="cpu", versions={"torch": "2.13.0+cpu", "c++": "12", "avx2": "present"})

@@ -12,8 +12,9 @@ from attnroute.engine.evaluate import missing_needs
 from attnroute.question.host import Host
 from attnroute.question.line.reading import parse
 from attnroute.tables.alternatives import alternatives, is_well_formed, names_in
-from attnroute.tables.load import Tables, load, shipped_folder
+from attnroute.tables.load import Tables, load
 from attnroute.tables.points import end_of, points
+from attnroute.tables.read import shipped_folder
 from attnroute.tables.versions import contains
 
 LONG = parse("bf16 b1 hq8 sq1024 d128")

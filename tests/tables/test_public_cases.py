@@ -12,7 +12,8 @@ from attnroute.engine.decide import decide
 from attnroute.engine.evaluate import missing_needs
 from attnroute.question.call import Call
 from attnroute.question.host import Host
-from attnroute.tables.load import load, shipped_folder
+from attnroute.tables.load import load
+from attnroute.tables.read import shipped_folder
 from attnroute.tables.releases import companions_of
 from attnroute.tables.versions import comparable
 
