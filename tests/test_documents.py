@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import inspect
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import get_args
 
@@ -133,6 +135,32 @@ def test_the_tree_of_the_design_is_that_of_the_files():
         named.add(name if len(indent) == 2 else folder)
     there = {p.name + "/" * p.is_dir() for p in (ROOT / "attnroute").iterdir() if p.name[0] not in "_."}
     assert there <= named | {"py.typed", "_capability_tables/"}
+
+
+def names_in(path):
+    """Return what a step of a walk may name: functions, methods, module variables; the rows of a table."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".toml":
+        return {row["name"] for row in tomllib.loads(text).get("rule", ())}
+    found = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def test_every_step_of_a_walk_exists():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    walks = re.search(r"^## Where things happen\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)[1]
+    assert len(re.findall(r"^\*\*", walks, re.MULTILINE)) == 5
+    steps = re.findall(r"`([\w/]+\.(?:py|toml)):([\w.-]+)`", walks)
+    assert len(steps) > 15
+    assert [f"{file}:{name}" for file, name in steps if name not in names_in(ROOT / file)] == []
 
 
 def commands():
