@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import torch
-from executors.test_sink_operators import CASES, DENSE, EMPTY_ROWS, PADDING, plan
 from support import backwards
 from support.cuda_operators import CudaOperators
 from support.reference import attend
 from support.repair_inputs import executor_of, inputs_of, lowered, stored
+from support.sink_cases import CASES, DENSE, EMPTY_ROWS, PADDING, plan
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnroute import masks

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from executors.test_cudnn_fe import Operators
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import cudnn_checks
 from support.chunked_reference import allowed as allowed_by
 from support.cudnn_checks import PADDED, SEQUENCES, allowed_of, hold, inputs_of, plan_of, sinks, trained
+from support.cudnn_operators import Operators
 from support.reference import TOLERANCE, attend, error
 from support.repair_inputs import lowered, stored
 from support.spy import Spy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.test_cuda_kernels import band, problem
 from support import package_runs
+from support.cuda_problems import band, problem
 from support.package_runs import check, check_packed
 
 from attnroute import masks

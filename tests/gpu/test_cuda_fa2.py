@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.test_cuda_kernels import TOLERANCE, band, problem
 from support import layouts, package_runs
+from support.cuda_problems import TOLERANCE, band, problem
 from support.package_runs import check, check_packed, hold_lse
 from support.reference import attend, error
 

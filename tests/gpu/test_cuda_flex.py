@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from gpu.test_cuda_kernels import TOLERANCE
+from support.cuda_problems import TOLERANCE
 from support.kernel_names import KERNELS, names_of
 from support.reference import attend, error
 from support.spy import ALL_SCORES

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 import torch._dynamo.testing
-from gpu.test_cuda_kernels import TOLERANCE, band, problem
 from packaging.version import Version
+from support.cuda_problems import TOLERANCE, band, problem
 from support.kernel_names import PACKAGES, names_of
 from support.package_runs import check_again, check_captured, check_checkpoint, hold_lse, require
 from support.reference import attend, error

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.cuda_problems import TOLERANCE, band, problem
 from support.kernel_names import backend_seen, names_of
 from support.reference import attend, error
 
@@ -13,31 +14,6 @@ import attnroute
 from attnroute import masks
 
 pytestmark = pytest.mark.gpu
-
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4, torch.float64: 1e-9}
-
-
-def problem(
-    batch=2,
-    heads_q=4,
-    heads_kv=2,
-    seqlen_q=130,
-    seqlen_kv=130,
-    head_dim=64,
-    head_dim_v=None,
-    dtype=torch.bfloat16,
-    mean=0.0,
-):
-    torch.manual_seed(0)
-
-    def make(heads, length, width, shift):
-        return (torch.randn(batch, heads, length, width, device="cuda") + shift).to(dtype).requires_grad_()
-
-    return (
-        make(heads_q, seqlen_q, head_dim, mean),
-        make(heads_kv, seqlen_kv, head_dim, -mean),
-        make(heads_kv, seqlen_kv, head_dim_v or head_dim, 0.0),
-    )
 
 
 def check(inputs, backend, *, mask=None, allowed=None, bias=None, train=True, want_backend=None, **rest):
@@ -67,13 +43,6 @@ def check(inputs, backend, *, mask=None, allowed=None, bias=None, train=True, wa
         for name, a, b in zip(("dq", "dk", "dv", "dbias"), got, wanted, strict=False):
             assert error(a, b, floor=2.0) <= 2 * tolerance, f"{name}: {error(a, b, floor=2.0)}"
     return decision
-
-
-def band(seqlen_q, seqlen_kv, low, high):
-    distance = torch.arange(seqlen_kv, device="cuda")[None] - torch.arange(seqlen_q, device="cuda")[:, None]
-    allowed = torch.ones_like(distance, dtype=torch.bool)
-    allowed = allowed if low is None else allowed & (distance >= low)
-    return allowed if high is None else allowed & (distance <= high)
 
 
 FUSED = ("flash", "cudnn", "efficient", "chunked", "math")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu.test_cuda_kernels import TOLERANCE, band, problem
+from support.cuda_problems import TOLERANCE, band, problem
 from support.kernel_names import names_of
 from support.package_runs import require
 from support.reference import attend, error

@@ -6,11 +6,19 @@ Before each run the memory that it will get is filled with NaN, so that what a k
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 
 import pytest
 import torch
-from gpu.test_cuda_kernels import TOLERANCE, band, problem
+from support.cuda_problems import (
+    TOLERANCE,
+    apart,
+    band,
+    compare_gradients,
+    packed,
+    problem,
+    spoil_memory,
+    sums_of,
+)
 from support.kernel_names import backend_seen, names_of
 from support.reference import attend, error
 
@@ -18,13 +26,6 @@ import attnroute
 from attnroute import masks
 
 pytestmark = pytest.mark.gpu
-
-
-def spoil_memory():
-    """Leave NaN in the blocks that the next tensors are cut from, the small ones and the large ones."""
-    sizes = [*[2**8] * 512, *[2**13] * 128, *[2**17] * 32, *[2**21] * 8]
-    blocks = [torch.full((size,), math.nan, device="cuda") for size in sizes]
-    del blocks
 
 
 def check(run, trained, want, want_lse, *, backend="flash", cotangent_of=lambda t: t):
@@ -60,43 +61,6 @@ def check(run, trained, want, want_lse, *, backend="flash", cotangent_of=lambda 
         assert (lse.double() - want_lse)[finite].abs().max() < 1e-3
     if train:
         compare_gradients(grads, torch.autograd.grad(want, trained, cotangent), empty, tolerance)
-
-
-def compare_gradients(grads, wanted, empty, tolerance):
-    """Hold gradients against float64; where nobody looks they must be zeros, whatever was in the memory."""
-    for name, got, true in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
-        off = error(got, true.double(), floor=2.0)
-        assert off <= 2 * tolerance, f"{name}: {off}"
-    unseen = (wanted[2] == 0).all(-1)
-    for name, got, rows in zip(("dq", "dk", "dv"), grads, (empty, unseen, unseen), strict=True):
-        assert (got[rows] == 0).all(), f"{name}: not zero where nobody looks"
-
-
-def packed(lengths_q, lengths_kv, *, heads=(4, 2), head_dim=64, dtype=torch.bfloat16, train=True):
-    torch.manual_seed(0)
-    totals = (sum(lengths_q), sum(lengths_kv), sum(lengths_kv))
-    return [
-        torch.randn(total, h, head_dim, device="cuda").to(dtype).requires_grad_(train)
-        for total, h in zip(totals, (heads[0], heads[1], heads[1]), strict=True)
-    ]
-
-
-def sums_of(lengths, dtype=torch.int32):
-    return torch.tensor([0, *accumulate(lengths)], device="cuda", dtype=dtype)
-
-
-def apart(inputs, lengths_q, lengths_kv, left=None, right=None, alignment="bottom_right"):
-    """Return (out, lse) of every sequence by itself, in float64."""
-    pieces = (t.split(n) for t, n in zip(inputs, (lengths_q, lengths_kv, lengths_kv), strict=True))
-    outs, lses = [], []
-    for one in zip(*pieces, strict=True):
-        query, key, value = (t.transpose(0, 1)[None] for t in one)
-        offset = key.shape[2] - query.shape[2] if alignment == "bottom_right" else 0
-        low, high = (None if left is None else offset - left), (None if right is None else offset + right)
-        out, lse = attend(query, key, value, allowed=band(query.shape[2], key.shape[2], low, high))
-        outs.append(out[0].transpose(0, 1))
-        lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses, 1).detach()
 
 
 BANDS = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 import torch
-from gpu.test_cuda_kernels import TOLERANCE, band
-from gpu.test_cuda_ragged import apart, spoil_memory, sums_of
+from support.cuda_problems import TOLERANCE, apart, band, spoil_memory, sums_of
 from support.kernel_names import KERNELS, PACKAGES, names_of
 from support.reference import attend, error
 

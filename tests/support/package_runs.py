@@ -13,8 +13,16 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.utils.checkpoint
-from gpu.test_cuda_kernels import TOLERANCE, band, problem
-from gpu.test_cuda_ragged import apart, compare_gradients, packed, spoil_memory, sums_of
+from support.cuda_problems import (
+    TOLERANCE,
+    apart,
+    band,
+    compare_gradients,
+    packed,
+    problem,
+    spoil_memory,
+    sums_of,
+)
 from support.kernel_names import KERNELS, PACKAGES, SHARED, names_of
 from support.reference import attend, error
 

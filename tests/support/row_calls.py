@@ -11,6 +11,7 @@ from attnroute.tables.load import load
 
 TABLES = load()
 CUDA_ARCHS = [arch for arch in TABLES.arch_names if arch != "cpu"]
+NAMED_ARCHS = {f"sm_{n}" for n in (75, 80, 86, 87, 89, 90, 100, 103, 107, 110, 120, 121)}
 CALL = {
     "dtype": "bfloat16",
     "batch": 2,
@@ -88,4 +89,5 @@ def rows_of(backend):
 
 
 def archs_with(backend, rule):
-    return {a for a in CUDA_ARCHS if any(r.id == rule for r in TABLES.rules(a, backend) or ())}
+    """Return where a row holds, of the architectures that tests name: one that is added inherits its rows."""
+    return {a for a in NAMED_ARCHS if any(r.id == rule for r in TABLES.rules(a, backend) or ())}
