@@ -16,7 +16,7 @@ NOTABLE_SECONDS: Final = 0.3
 Listener = Callable[[str, str, float | None], None]
 """Gets the backend, what is compiled, and None at the start or the seconds that it took."""
 
-_LISTENERS: dict[str, Listener] = {}
+_LISTENERS: dict[str, list[Listener]] = {}
 _KEPT: Final = 4096
 _SEEN: Memory[Hashable, object] = Memory(_KEPT, f"{__name__}._SEEN", "never: what was called was called")
 
@@ -26,7 +26,9 @@ def listen(backend: str, listener: Listener) -> None:
 
     The API does so for the backends whose tables say that they compile.
     """
-    _LISTENERS[backend] = listener
+    known = _LISTENERS.setdefault(backend, [])
+    if listener not in known:
+        known.append(listener)
 
 
 def has_listener(backend: str) -> bool:
@@ -35,8 +37,8 @@ def has_listener(backend: str) -> bool:
 
 
 def tell(backend: str, text: str, seconds: float | None) -> None:
-    """Tell the listener that something is compiled (None), or how many seconds it took."""
-    if (listener := _LISTENERS.get(backend)) is not None:
+    """Tell the listeners that something is compiled (None), or how many seconds it took."""
+    for listener in _LISTENERS.get(backend, ()):
         listener(backend, text, seconds)
 
 

@@ -157,7 +157,7 @@ def test_listeners_hear_start_and_end_and_what_it_is(traced_only, mask, rest, na
     heard = []
     listener = lambda _, name, seconds: heard.append((name, seconds))  # noqa: E731
     for _ in range(2):
-        first_call.listen(listener)
+        first_call.listen("flex", listener)
     for _ in range(2):
         flex(mask, **rest)
     (start, end), (entry,) = heard, flex_compile.entries()
