@@ -26,6 +26,18 @@ EXAMPLE_CALL = "bf16 b2 hq32 hkv8 sq4096 skv4096 d128 causal train"
 # The part of the suite that runs without torch, for the lowest versions of the hard dependencies.
 TORCH_FREE_TESTS = ("tests/test_house.py", "tests/engine", "tests/tables")
 
+# What tests the pure core; the commands print what it says.
+CORE_TESTS = (
+    "tests/question",
+    "tests/tables",
+    "tests/engine",
+    "tests/report",
+    "tests/cli",
+    "tests/test_memory.py",
+    "tests/test_policy_and_settings.py",
+    "tests/test_suggestions.py",
+)
+
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "tests", "wheel"]
 nox.options.error_on_external_run = True
@@ -53,6 +65,14 @@ def tests(session: nox.Session) -> None:
     # the others are shared out as these end.
     balanced = ("-n", workers, "--dist", "loadfile", "--no-loadscope-reorder")
     session.run("pytest", "-q", "-m", "not gpu", *balanced, *session.posargs)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Measure which lines of the pure core its tests run; below the floor of pyproject.toml it fails."""
+    _install_for_tests(session)
+    session.run("coverage", "run", "-m", "pytest", "-q", "-m", "not gpu", *CORE_TESTS, *session.posargs)
+    session.run("coverage", "report")
 
 
 @nox.session

@@ -24,6 +24,7 @@ from attnroute.tables.schema import ArchTable, BackendTable, SharedRules
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "attnroute"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "capability_tables").rglob("*.md")]
 )
@@ -76,12 +77,17 @@ def in_fresh_interpreter(code: str) -> str:
     return done.stdout
 
 
+def test_no_test_imports_another() -> None:
+    imported = re.compile(r"^\s*(?:from|import) (?:[\w.]+\.)?test_\w+", re.MULTILINE)
+    assert [name_of(path) for path in TESTS if imported.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_modules_and_pages_are_found() -> None:
     assert len(MODULES) > 10
     assert ROOT / "README.md" in PAGES
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@pytest.mark.parametrize("path", [*MODULES, *TESTS], ids=name_of)
 def test_module_is_small(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_FILE_LINES, f"{name_of(path)} has {lines} lines; split it by job"

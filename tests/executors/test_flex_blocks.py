@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from executors.test_flex_fa4 import FLASH, asked_of, graphs, inputs_of, plan
 from support.cudnn_checks import allowed_of
+from support.flex_fa4_calls import FLASH, asked_of, inputs_of, plan, uncompiled
 from support.reference import attend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
@@ -14,7 +14,12 @@ from attnroute.executors.flex import run as flex
 from attnroute.executors.flex.program import blocked
 from attnroute.masks.kept import keeper_of
 
-__all__ = ["graphs"]
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    with uncompiled(monkeypatch) as found:
+        yield found
+
 
 LENGTH = 600
 

@@ -11,6 +11,7 @@ import torch
 from support.cudnn_checks import allowed_of
 from support.cudnn_checks import inputs_of as trained_inputs_of
 from support.fa4_hosts import NEWEST
+from support.flex_fa4_calls import FLASH, LENGTH, OPTIONS, asked_of, inputs_of, plan, run, uncompiled
 from support.reference import attend
 from support.row_calls import verdict
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -23,13 +24,17 @@ from attnroute.executors import first_call
 from attnroute.executors.flex import compile as flex_compile
 from attnroute.executors.flex import run as flex
 from attnroute.executors.flex.program import blocked
-from attnroute.executors.protocol import Inputs, Plan
+from attnroute.executors.protocol import Inputs
 from attnroute.masks.lowered.mods import CONSTANT_BANDS
 
-FLASH = (("BACKEND", "FLASH"),)
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    with uncompiled(monkeypatch) as found:
+        yield found
+
+
 BLOCKS = (("SPARSE_Q_BLOCK_SIZE", 128), ("SPARSE_KV_BLOCK_SIZE", 128))
-OPTIONS = {"flex": (), "flex_fa4": FLASH}
-LENGTH = 6
 IDS = torch.tensor([[0, 0, 1, 1, 1, 2]]).expand(2, -1).contiguous()
 MASKS = {
     "everything": None,
@@ -44,38 +49,6 @@ MASKS = {
 
 def further_is_less(score, b, h, i, j):
     return score - 0.3 * (i - j)
-
-
-@pytest.fixture(autouse=True)
-def graphs(monkeypatch):
-    """dynamo's graphs, which run as they are: milliseconds instead of seconds."""
-    found = []
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda g, _: found.append(g) or g.forward)
-    monkeypatch.setattr(first_call, "_LISTENERS", {})
-    flex_compile.forget()
-    yield found
-    flex_compile.forget()
-
-
-def inputs_of(mask, length=LENGTH):
-    inputs = trained_inputs_of(mask, length, length, dtype=torch.float32)
-    inputs.query, inputs.key, inputs.value = (t.detach() for t in (inputs.query, inputs.key, inputs.value))
-    return inputs
-
-
-def plan(backend="flex_fa4", device_type="cpu", **rest):
-    given = {"training": False, "return_lse": False, "options": OPTIONS[backend]}
-    return Plan(backend, (), device_type=device_type, **(given | rest))
-
-
-def run(inputs, backend="flex_fa4", **rest):
-    return flex.run(inputs, plan(backend, **rest))
-
-
-def asked_of(graph):
-    """Return the options that the traced call of FlexAttention has."""
-    (node,) = (n for n in graph.graph.nodes if n.target is torch.ops.higher_order.flex_attention)
-    return node.args[6]
 
 
 @pytest.mark.parametrize("case", MASKS)

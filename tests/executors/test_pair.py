@@ -6,7 +6,6 @@ The kernel is CUDNN_FE with the package's operators written in float64, which ar
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from support import cudnn_checks
 from support.chunked_reference import allowed as allowed_by
 from support.cudnn_checks import PADDED, SEQUENCES, allowed_of, hold, inputs_of, plan_of, sinks, trained
-from support.cudnn_operators import Operators
+from support.pair_runs import FORWARD, NAMES, PAIR, check, pair, refuse, wanted, watched, with_forward
 from support.reference import TOLERANCE, attend, error
 from support.repair_inputs import lowered, stored
 from support.spy import Spy
@@ -30,39 +29,7 @@ from attnroute.executors.chunked import from_lse
 from attnroute.executors.packages import cudnn_fe
 from attnroute.executors.prepare import apply as repairs
 from attnroute.executors.prepare.apply import run_repaired
-from attnroute.executors.protocol import Inputs, Pair, Ran
-from attnroute.masks.lowered.form import LoweredMask
-
-FORWARD = ["sdpa_fwd"]
-NAMES = ("query", "key", "value", "sink")
-PAIR = "backward_from_chunked"
-
-
-class Watched(Operators):
-    """The package's operators, and which gradients chunked was asked for."""
-
-    def __init__(self):
-        super().__init__()
-        self.asked = []
-        self._gradients = from_lse.gradients
-
-    @property
-    def names(self):
-        return [name for name, _ in self.calls]
-
-    def gradients(self, *arguments):
-        self.asked.append(arguments[-1])
-        return self._gradients(*arguments)
-
-
-@contextmanager
-def watched():
-    torch.manual_seed(0)
-    with pytest.MonkeyPatch.context() as patch:
-        made = Watched()
-        patch.setattr(cudnn_fe, "_operators", lambda: made)
-        patch.setattr(from_lse, "gradients", made.gradients)
-        yield made
+from attnroute.executors.protocol import Inputs, Ran
 
 
 @pytest.fixture
@@ -70,28 +37,6 @@ def package():
     with watched() as made:
         yield made
     launch.forget()
-
-
-def pair(inputs, *repairs, executor=cudnn_fe.executor, **settings):
-    return run_repaired(executor, replace(inputs), plan_of("cudnn_fe", PAIR, *repairs, **settings))
-
-
-def with_forward(forward):
-    """Return the executor with another forward and no backward."""
-    return replace(cudnn_fe.executor, pair=Pair(forward, None))
-
-
-def wanted(mask, inputs):
-    """Return output and log-sum-exp by definition."""
-    tensors = (inputs.query, inputs.key, inputs.value)
-    return attend(*tensors, allowed=allowed_of(mask, inputs), scale=inputs.scale, sink=inputs.sink)
-
-
-def check(package, mask, inputs, *repairs):
-    """Hold one call against the definition, forward by the package and backward by chunked, each once."""
-    hold(pair(inputs, *repairs), wanted(mask, inputs), trained(inputs))
-    assert package.names == FORWARD
-    assert package.asked == [(True, True, True, inputs.sink is not None)]
 
 
 # Beside each preparation.
@@ -350,10 +295,6 @@ def test_a_mask_that_was_made_a_tensor():
     hold(run_repaired(flash.executor, replace(inputs), plan), wanted(mask, inputs), trained(inputs))
 
 
-def refuse(**_):
-    raise ValueError("head_dim 512 is not supported")
-
-
 @pytest.mark.parametrize("may_reroute", [False, True])
 def test_a_refusal_is_the_callers(package, monkeypatch, may_reroute):
     """Nothing was launched yet, so that another backend can take the call."""
@@ -361,64 +302,6 @@ def test_a_refusal_is_the_callers(package, monkeypatch, may_reroute):
     with pytest.raises(KernelRefusedError, match="head_dim 512 is not supported"):
         pair(inputs_of(None, 5, 7), may_reroute=may_reroute)
     assert package.asked == []
-
-
-def check_compiled(function, backend, mask, inputs, *rest):
-    """Compile a function that stands in the graph as the library's own calls do, and hold what it gives."""
-    torch._dynamo.reset()
-    inside = torch.compiler.allow_in_graph(function)
-
-    def call(*tensors):
-        out, lse = inside(*tensors)
-        return out * 2, lse
-
-    found = torch.compile(call, backend=backend, fullgraph=True)(*trained(inputs), *rest)
-    want, want_lse = wanted(mask, inputs)
-    hold(found, (want * 2, want_lse), trained(inputs))
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("made", [(), ("sink_from_lse",)], ids=str)
-@pytest.mark.parametrize("case", ["causal", "window from the bottom right", "everything"])
-def test_inside_of_a_graph(package, case, made, backend):
-    mask, *lengths = PADDED[case]
-    inputs = inputs_of(mask, *lengths, sink=sinks())
-
-    def run(query, key, value, sink):
-        return pair(Inputs(query, key, value, inputs.mask, sink=sink), *made)
-
-    check_compiled(run, backend, mask, inputs)
-    assert package.names == FORWARD
-
-
-def test_a_kernel_that_refuses_inside_of_a_graph_leaves_all_to_chunked(package, monkeypatch):
-    told = []
-    monkeypatch.setattr(launch, "_LISTENERS", [told.append])
-    monkeypatch.setattr(package, "sdpa_fwd", refuse)
-    mask, *lengths = PADDED["causal window from the bottom right"]
-    inputs = inputs_of(mask, *lengths, sink=sinks())
-
-    def run(query, key, value, sink):
-        return pair(Inputs(query, key, value, inputs.mask, sink=sink), "sink_from_lse", may_reroute=True)
-
-    check_compiled(run, "aot_eager", mask, inputs)
-    assert package.names == []
-    assert {(found.backend, found.instead) for found in told} == {("cudnn_fe", "chunked")}
-
-
-def test_documents_inside_of_a_graph(package):
-    ids = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2], dtype=torch.int32)[None]
-    sums = torch.tensor([0, 3, 7, 9], dtype=torch.int32)
-    inputs = inputs_of(None, 9, 9, sink=sinks())
-
-    def run(query, key, value, sink, ids, sums):
-        given_ids = {"document_ids_q": ids, "document_ids_kv": ids, "cu_seqlens": sums, "max_seqlen": 4}
-        mask = LoweredMask(band_hi=0, **given_ids)
-        return pair(Inputs(query, key, value, mask, sink=sink), "to_varlen", "sink_from_lse")
-
-    mask = masks.Documents(lengths=[3, 4, 2]) & masks.Causal()
-    check_compiled(run, "aot_eager", mask, inputs, ids, sums)
-    assert package.names == FORWARD
 
 
 @pytest.mark.parametrize("repairs", [(), ("sink_from_lse",)])

@@ -7,8 +7,6 @@ from support import cudnn_graph, signatures
 from support.cudnn_graph import Graph
 
 RECORDED = signatures.recorded("nvidia-cudnn-frontend")
-
-
 RAGGED = ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
 
 

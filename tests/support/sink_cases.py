@@ -8,35 +8,15 @@ from attnroute import masks
 from attnroute.executors.protocol import Plan
 
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
-
-
 LOWER = ("_flash_attention_forward", "_flash_attention_backward")
-
-
 CUDNN = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
-
-
 EFFICIENT = ("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward")
-
-
 CORNER = ("_efficient_attention_forward", "_efficient_attention_backward")
-
-
 DENSE = ("materialize_mask", "cast_mask")
-
-
 EMPTY_ROWS = masks.Dense(torch.ones(9, 9, dtype=torch.bool).tril(-2))
-
-
 PADDING = masks.KeyPadding(lengths=[9, 0])
-
-
 LEFT = masks.KeyPadding(left=[2, 8])
-
-
 DOCUMENTS = masks.Documents(lengths=[4, 0, 1, 4])
-
-
 CASES = {
     "flash": ("flash", FLASH, None, (), {}),
     "flash causal": ("flash", FLASH, masks.Causal("bottom_right"), (), {"seqlen_q": 5}),

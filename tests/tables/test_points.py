@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from packaging.version import Version
 
 from attnroute.engine.decide import decide
 from attnroute.engine.evaluate import missing_needs
+from attnroute.errors import TableError
 from attnroute.question.host import Host
 from attnroute.question.line.reading import parse
 from attnroute.tables.alternatives import alternatives, is_well_formed, names_in
@@ -132,3 +135,14 @@ def test_one_of_several_alternatives_is_enough_unless_it_is_broken(versions, bro
     host = Host(arch="sm_90", versions={"torch": "2.11.0", **versions}, broken=broken)
     missing = missing_needs(host, load().backends["fa3"])
     assert missing == (("flash-attn-3 | xformers",) if is_missing else ())
+
+
+def test_a_package_whose_releases_nobody_lists_cannot_be_open_ended(tmp_path):
+    folder = tmp_path / "tables"
+    shutil.copytree(shipped_folder(), folder)
+    path = folder / "any" / "fa4.toml"
+    text = path.read_text(encoding="utf-8")
+    changed = text.replace("versions_known = {", 'versions_known = { cuda = ">=12, <untested",')
+    path.write_text(changed, encoding="utf-8")
+    with pytest.raises(TableError, match=r"releases.toml: untested requires the first release of cuda"):
+        _ = Tables((folder,)).backends
