@@ -1,4 +1,4 @@
-"""The call that a command is about: words of the call line, flags, or both; flags become words."""
+"""Read the call that a command is about, from words of the call line, flags, or both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of the demo: what attnroute is asked, and what people write for it with torch today."""
+"""Define the calls of the demo: the arguments for attnroute, and what people write with torch today."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class Case:
         return torch.randn(shape, generator=generator, device=device).to(self.dtype)
 
     def stock(self, device: torch.device) -> dict[str, Any]:
-        """Return the keyword arguments that say the same to scaled_dot_product_attention."""
+        """Return the keyword arguments that mean the same to scaled_dot_product_attention."""
         sizes = self.sizes(device)
-        said: dict[str, Any] = {"enable_gqa": True} if sizes.num_heads_q != sizes.num_heads_kv else {}
-        return said | ({"is_causal": True} if self.plain else {"attn_mask": self.allowed(sizes, device)})
+        arguments: dict[str, Any] = {"enable_gqa": True} if sizes.num_heads_q != sizes.num_heads_kv else {}
+        return arguments | ({"is_causal": True} if self.plain else {"attn_mask": self.allowed(sizes, device)})
 
 
 def _causal(sizes: Sizes, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The machine that a command is about: this one, a recorded one, or one made of flags."""
+"""Determine the machine that a command is about: this one, a recorded one, or one made of flags."""
 
 from __future__ import annotations
 
@@ -99,16 +99,16 @@ def _assumed(arch: str, given: dict[str, str], without: list[str]) -> tuple[dict
         return {}, ""
     assumed = {} if "torch" in given else {"torch": known(shipped_folder())[-1].torch}
     if arch == "cpu":
-        clauses = [_said(assumed, "the newest known release")] if assumed else []
+        clauses = [_clause(assumed, "the newest known release")] if assumed else []
         usual = {n: v for n, v in _PROCESSOR.items() if n not in given and n not in without}
-        clauses += [_said(usual, "as most machines have")] if usual else []
+        clauses += [_clause(usual, "as most machines have")] if usual else []
         return {**assumed, **usual}, "; ".join(clauses)
     torch = given.get("torch", known(shipped_folder())[-1].torch)
     open_names = [n for n in _WHEEL if n not in given and n not in without]
     brought, unknown = _brought(torch, given, open_names)
     assumed |= brought
     source = "what its default wheel brings" if "torch" in given else "the newest known release"
-    return assumed, "; ".join(part for part in (_said(assumed, source) if assumed else "", unknown) if part)
+    return assumed, "; ".join(part for part in (_clause(assumed, source) if assumed else "", unknown) if part)
 
 
 def _brought(torch: str, given: dict[str, str], names: list[str]) -> tuple[dict[str, str], str]:
@@ -127,7 +127,7 @@ def _brought(torch: str, given: dict[str, str], names: list[str]) -> tuple[dict[
     return brought, f"nothing about {listed(open_names)}, because no default wheel of {reason} is listed"
 
 
-def _said(assumed: dict[str, str], source: str) -> str:
+def _clause(assumed: dict[str, str], source: str) -> str:
     return f"{', '.join(f'{name} {version}' for name, version in assumed.items())} ({source})"
 
 

@@ -1,4 +1,4 @@
-"""Where the command line writes: a reader that has seen enough, or a full disk, ends it quietly."""
+"""Write to stdout; a reader that closes the pipe, or a full disk, ends the command quietly."""
 
 from __future__ import annotations
 

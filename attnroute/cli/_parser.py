@@ -1,4 +1,4 @@
-"""An argument parser whose complaints are one sentence, raised like every other error."""
+"""Parse arguments; what is wrong is one sentence, raised like every other error."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print before it exits."""
-        said = shortened(message, 3 * ECHO)
-        raise ArgumentError(f"{self.prog}: {said}; `{self.prog} --help` says more.")
+        problem = shortened(message, 3 * ECHO)
+        raise ArgumentError(f"{self.prog}: {problem}; `{self.prog} --help` says more.")
 
 
 def add_format(parser: Parser) -> None:

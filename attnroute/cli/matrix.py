@@ -85,16 +85,16 @@ def _assumed(args: argparse.Namespace, tables: Tables) -> str:
 
 
 def _cell(verdict: Verdict, decision: Decision) -> str:
-    return printable(_said(verdict, decision))
+    return printable(_cell_text(verdict, decision))
 
 
-def _said(verdict: Verdict, decision: Decision) -> str:
-    said = "selected" if verdict.backend == decision.selected else verdict.status
+def _cell_text(verdict: Verdict, decision: Decision) -> str:
+    status = "selected" if verdict.backend == decision.selected else verdict.status
     if verdict.repairs:
-        return f"{said} + {' + '.join(verdict.repairs)}"
+        return f"{status} + {' + '.join(verdict.repairs)}"
     if verdict.blocking:
-        return f"{said}: {verdict.blocking[0].rule.rpartition('/')[2]}"
-    return f"{said}: needs {verdict.missing[0]}" if verdict.missing else said
+        return f"{status}: {verdict.blocking[0].rule.rpartition('/')[2]}"
+    return f"{status}: needs {verdict.missing[0]}" if verdict.missing else status
 
 
 def _count(column: list[Verdict]) -> str:

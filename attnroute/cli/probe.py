@@ -25,8 +25,8 @@ def run(words: list[str]) -> int:
     check_installed(tables)
     print(escaped(probed(tables).model_dump_json(indent=2)))
     for name in switched_off():
-        said = f"torch.backends.cuda.{name}() is False here, which binds torch's own selector only"
-        print(f"attnroute: {said}.", file=sys.stderr)
+        clause = f"torch.backends.cuda.{name}() is False here, which binds torch's own selector only"
+        print(f"attnroute: {clause}.", file=sys.stderr)
     return 0
 
 

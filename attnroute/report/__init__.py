@@ -1,1 +1,1 @@
-"""The only places that write sentences about decisions."""
+"""Render decisions as text and JSON; no other code writes sentences about them."""

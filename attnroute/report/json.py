@@ -1,4 +1,4 @@
-"""Decisions as JSON, for programs and bug reports."""
+"""Write decisions as JSON and read them back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How texts are laid out: a label, then text that is wrapped beside it."""
+"""Lay texts out: labels with wrapped text, and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ WIDTH: Final = 110
 """Columns."""
 LABEL: Final = 11
 """Columns that labels take, with the space behind them."""
+_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_ONE_DECIMAL_BELOW: Final = 10
 
 
 def field(label: str, text: str) -> list[str]:
@@ -28,3 +30,14 @@ def wrapped(text: str, first: str, rest: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def size(count: int) -> str:
+    """Say a number of bytes in the largest binary unit that it fills: "45 GiB", "1.5 MiB", "512 bytes"."""
+    for unit, factor in _UNITS:
+        # A count just below a unit must not be said as 1024 of the smaller one.
+        if round(count / factor, 1) >= 1:
+            value = count / factor
+            digits = f"{value:.1f}".removesuffix(".0") if value < _ONE_DECIMAL_BELOW else f"{value:.0f}"
+            return f"{digits} {unit}"
+    return f"{count} bytes"

@@ -1,4 +1,4 @@
-"""What ATTNROUTE_EXPLAIN asks for: decisions on stderr as they are made."""
+"""Print decisions to stderr as they are made, where ATTNROUTE_EXPLAIN asks for it."""
 
 from __future__ import annotations
 
@@ -77,16 +77,14 @@ def compiling(backend: str, structure: str, seconds: float | None, mode: Mode) -
 def log_line(decision: Decision) -> str:
     """Say a decision that selected something in one line."""
     verdict = decision.verdict(decision.selected or "")
-    said = status(verdict, decision).removeprefix("selected").removeprefix(", ")
-    prepared = f", {said}," if said else ""
-    asked = f"{render(decision.call)} on {decision.host.arch}"
-    return (
-        f"attnroute: {decision.selected}{prepared} for {asked}: {why_selected(decision)}{_failed(decision)}"
-    )
+    clause = status(verdict, decision).removeprefix("selected").removeprefix(", ")
+    prepared = f", {clause}," if clause else ""
+    call = f"{render(decision.call)} on {decision.host.arch}"
+    return f"attnroute: {decision.selected}{prepared} for {call}: {why_selected(decision)}{_failed(decision)}"
 
 
 def _failed(decision: Decision) -> str:
-    """Name the backends that would have been asked, had their kernels not been refused."""
+    """Name the backends that would have come first, had their kernels not been refused."""
     failed = [v for v in decision.verdicts if v.excluded is not None and v.excluded.reason == "failed"]
     return "".join(
         f"; {v.backend} failed in this process ({v.excluded.origin})" for v in failed if v.excluded

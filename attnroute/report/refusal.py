@@ -1,4 +1,4 @@
-"""What is said about a kernel that was refused before its launch."""
+"""Write the warnings about kernels that were refused before their launch."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from attnroute.question.policy import Policy
 
 
-def render_reroute(failed: Decision, now: Decision, said: str, *, lasts: bool = True) -> str:
+def render_reroute(failed: Decision, now: Decision, reason: str, *, lasts: bool = True) -> str:
     """Return the text of a RerouteWarning: who refused what, who runs it, what to report, how to ban it.
 
     Args:
         failed: The decision for the backend that refused.
         now: The decision that was made without it.
-        said: What the package said, in one line.
+        reason: What the package said, in one line.
         lasts: Such calls will be refused again, whatever surrounds them.
     """
     backend = failed.selected or ""
     if not lasts:
-        return printable(f"{said} {now.selected} runs this call instead. {_ban(backend)}")
+        return printable(f"{reason} {now.selected} runs this call instead. {_ban(backend)}")
     return printable(
-        f"backend {backend} refused a call before its kernel was launched ({said}); {now.selected} runs it"
+        f"backend {backend} refused a call before its kernel was launched ({reason}); {now.selected} runs it"
         f" and every call like it in this process. {_report(failed, backend)} {_ban(backend)}"
     )
 
 
-def render_replaced(backend: str, said: str, instead: str, decision: Decision | None) -> str:
+def render_replaced(backend: str, reason: str, instead: str, decision: Decision | None) -> str:
     """Return the text of a RerouteWarning where a backend had to be replaced on its way.
 
     Args:
         backend: Who refused.
-        said: What the package said, in one line.
+        reason: What the package said, in one line.
         instead: Who ran in its place.
         decision: The decision for a call of the kind that was refused, where one is known.
     """
@@ -44,7 +44,7 @@ def render_replaced(backend: str, said: str, instead: str, decision: Decision | 
     report = "" if decision is None else f" {_report(decision, backend)}"
     return printable(
         f"backend {backend} refused a kernel before it was launched, in a backward or a compiled graph, where"
-        f" no other backend can be chosen any more ({said}); {instead} ran in its place.{later}{report}"
+        f" no other backend can be chosen any more ({reason}); {instead} ran in its place.{later}{report}"
         f" {_ban(backend)}"
     )
 

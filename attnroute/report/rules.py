@@ -1,4 +1,4 @@
-"""One row of the tables as text or JSON, whole: what `attnroute rule ID` prints."""
+"""Render one row of the capability tables as text or JSON, as `attnroute rule ID` prints it."""
 
 from __future__ import annotations
 
@@ -36,44 +36,44 @@ class Row:
     Attributes:
         id: What they name.
         file: Where it stands, below the folder of the tables.
-        says: The row itself.
+        content: The row itself.
     """
 
     id: str
     file: str
-    says: Rule | Option | Preference | FeatureAnswer | BackendInfo
+    content: Rule | Option | Preference | FeatureAnswer | BackendInfo
 
 
 def row_json(row: Row) -> str:
     """Return a row as JSON: its id, its file and every key of the table."""
-    said = row.says.model_dump(mode="json", exclude_none=True)
-    return json.dumps({"id": row.id, "file": row.file, **said}, indent=2)
+    fields = row.content.model_dump(mode="json", exclude_none=True)
+    return json.dumps({"id": row.id, "file": row.file, **fields}, indent=2)
 
 
 def render_row(row: Row) -> str:
     """Return a row as lines of label and text."""
-    parts = [*_parts(row.says), ("file", row.file)]
+    parts = [*_parts(row.content), ("file", row.file)]
     lines = [row.id, *(line for label, text in parts if text for line in field(label, text))]
     return printable("\n".join(lines))
 
 
-def _parts(says: Rule | Option | Preference | FeatureAnswer | BackendInfo) -> list[tuple[str, str]]:
-    if isinstance(says, Option | Preference):
-        return [*_guarded(says), *_evidence(says.evidence)]
-    if isinstance(says, Rule):
-        recheck = f"after {says.recheck_after}" if says.recheck_after else ""
-        return [*_rule(says), *_evidence(says.evidence), ("recheck", recheck)]
-    if isinstance(says, FeatureAnswer):
-        answer = says.value if isinstance(says.value, str) else str(says.value).lower()
-        return [("answer", answer), ("repair", says.repair or ""), *_evidence(says.evidence)]
+def _parts(content: Rule | Option | Preference | FeatureAnswer | BackendInfo) -> list[tuple[str, str]]:
+    if isinstance(content, Option | Preference):
+        return [*_guarded(content), *_evidence(content.evidence)]
+    if isinstance(content, Rule):
+        recheck = f"after {content.recheck_after}" if content.recheck_after else ""
+        return [*_rule(content), *_evidence(content.evidence), ("recheck", recheck)]
+    if isinstance(content, FeatureAnswer):
+        answer = content.value if isinstance(content.value, str) else str(content.value).lower()
+        return [("answer", answer), ("repair", content.repair or ""), *_evidence(content.evidence)]
     return [
-        ("title", says.title),
-        ("provider", says.provider),
-        ("needs", ", ".join(says.needs)),
-        ("known", _versions(says.versions_known)),
-        ("operators", ", ".join(says.operators)),
-        ("memory", f"{says.memory} in the sequence length"),
-        ("first call", _seconds(says.first_call_seconds)),
+        ("title", content.title),
+        ("provider", content.provider),
+        ("needs", ", ".join(content.needs)),
+        ("known", _versions(content.versions_known)),
+        ("operators", ", ".join(content.operators)),
+        ("memory", f"{content.memory} in the sequence length"),
+        ("first call", _seconds(content.first_call_seconds)),
     ]
 
 
@@ -111,7 +111,7 @@ def _rule(rule: Rule) -> list[tuple[str, str]]:
 
 
 def _evidence(evidence: list[Evidence]) -> list[tuple[str, str]]:
-    said = []
+    lines = []
     for item in evidence:
         details = [
             item.ref,
@@ -119,8 +119,8 @@ def _evidence(evidence: list[Evidence]) -> list[tuple[str, str]]:
             item.date and item.date.isoformat(),
             item.note,
         ]
-        said.append(("evidence", f"{item.kind}: {', '.join(d for d in details if d)}"))
-    return said
+        lines.append(("evidence", f"{item.kind}: {', '.join(d for d in details if d)}"))
+    return lines
 
 
 def _versions(versions: dict[str, Ranges]) -> str:

@@ -1,11 +1,11 @@
-"""One sentence or clause per part of a decision. Every word about a limit comes from the data."""
+"""Write one sentence or clause for each part of a decision, all of it from the data."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
 from attnroute.question.nodes import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
-from attnroute.report.size import size
+from attnroute.report.layout import size
 from attnroute.tables.alternatives import alternatives
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def finding(found: Finding) -> str:
 
 def findings(verdict: Verdict) -> list[Finding]:
     """Return the findings worth saying: what failed or is not known, blocking ones first."""
-    said = [f for f in verdict.findings if f.outcome in ("fail", "unknown")]
-    return sorted(said, key=lambda f: not f.blocks)
+    found = [f for f in verdict.findings if f.outcome in ("fail", "unknown")]
+    return sorted(found, key=lambda f: not f.blocks)
 
 
 def status(verdict: Verdict, decision: Decision) -> str:
@@ -115,7 +115,7 @@ def exclusion(excluded: Exclusion) -> str:
 
 
 def barrier(excluded: Exclusion) -> str:
-    """Name the wish that keeps a backend out, to stand behind "without"."""
+    """Name the setting that keeps a backend out, to stand behind "without"."""
     return _BARRIERS[excluded.reason].format(origin=excluded.origin)
 
 
@@ -158,8 +158,8 @@ def host_line(host: Host) -> str:
     return ", ".join([*parts, *(f"{name} {host.versions[name]}" for name in names)])
 
 
-def wishes(policy: Policy) -> list[str]:
-    """Say every wish that somebody stated, with who did."""
+def settings(policy: Policy) -> list[str]:
+    """Return each setting that somebody stated, with who did."""
     stated = {
         "require": policy.require,
         "prefer": listed(policy.prefer),
@@ -177,17 +177,17 @@ def wishes(policy: Policy) -> list[str]:
 def recognized(call: Call) -> list[str]:
     """Say what was seen in each dense mask that somebody looked into."""
     return [
-        f"the bool tensor {'x'.join(map(str, node.shape))} was recognised as {_said(node.recognized)}"
+        f"the bool tensor {'x'.join(map(str, node.shape))} was recognised as {_nodes_clause(node.recognized)}"
         for node in call.mask
         if isinstance(node, DenseNode) and node.recognized is not None
     ]
 
 
-def _said(nodes: tuple[RecognizedNode, ...]) -> str:
-    return listed([_said_node(node) for node in nodes]) or "no mask at all"
+def _nodes_clause(nodes: tuple[RecognizedNode, ...]) -> str:
+    return listed([_node_clause(node) for node in nodes]) or "no mask at all"
 
 
-def _said_node(node: RecognizedNode) -> str:
+def _node_clause(node: RecognizedNode) -> str:
     if isinstance(node, CausalNode):
         return f"causal ({words(node.alignment)})"
     if isinstance(node, WindowNode):
@@ -211,19 +211,19 @@ def stock(predicted: Stock, decision: Decision) -> str:
     if predicted.backend == "unknown":
         return f"not known for torch {decision.host.versions.get('torch', 'that is not installed')}"
     if predicted.backend == decision.selected:
-        said = "would run the same kernel"
+        kernel = "would run the same kernel"
     else:
-        said = f"would run {predicted.backend}"
+        kernel = f"would run {predicted.backend}"
     scores = f", {size(predicted.score_bytes)} of scores" if predicted.score_bytes else ""
-    return f"{said}{scores}{_MASK_FORMS[predicted.mask_form]}{_faults(predicted.backend, decision)}"
+    return f"{kernel}{scores}{_MASK_FORMS[predicted.mask_form]}{_faults(predicted.backend, decision)}"
 
 
 def _faults(backend: str, decision: Decision) -> str:
     """Name the known faults of a kernel that stock attention would run without looking."""
     verdicts = [v for v in decision.verdicts if v.backend == backend]
     faults = [f for v in verdicts for f in v.findings if f.kind in ("wrong_result", "crash", "hang")]
-    said = [f"{words(f.kind)} [{f.rule}]" for f in faults if f.outcome == "fail"]
-    return f", in spite of a known {listed(said)}" if said else ""
+    named = [f"{words(f.kind)} [{f.rule}]" for f in faults if f.outcome == "fail"]
+    return f", in spite of a known {listed(named)}" if named else ""
 
 
 def hint(found: Hint) -> str:

@@ -1,4 +1,4 @@
-"""Decisions as text for people: the explanation, the text of an exception, the text of a warning."""
+"""Render a decision as text: an explanation, the text of an exception, the text of a warning."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from attnroute.errors import printable
 from attnroute.question.line import render
 from attnroute.report import sentences
-from attnroute.report.layout import LABEL, field, wrapped
-from attnroute.report.size import size
+from attnroute.report.layout import LABEL, field, size, wrapped
 
 if TYPE_CHECKING:
     from attnroute.engine.decision import Decision, Verdict
@@ -18,7 +17,7 @@ def render_decision(decision: Decision) -> str:
     """Return the whole explanation: what was selected and why, every verdict, stock, hints.
 
     Args:
-        decision: The decision; `stock` and `hints` are said where they were asked for.
+        decision: The decision; `stock` and `hints` are rendered where they were computed.
 
     Returns:
         Lines of at most 110 columns, but for the call's own line, which can be pasted back.
@@ -48,8 +47,8 @@ def render_failure(decision: Decision) -> str:
     """
     required = decision.policy.require
     concerned = [v for v in sentences.arranged(decision) if required in (None, v.backend)]
-    asked = f"{sentences.why_none(decision)}: {render(decision.call)}"
-    lines = [asked, f"on {sentences.host_line(decision.host)}"]
+    head = f"{sentences.why_none(decision)}: {render(decision.call)}"
+    lines = [head, f"on {sentences.host_line(decision.host)}"]
     lines += [line for block in _verdicts(concerned, decision) for line in block]
     return printable("\n".join([*lines, *_apart(_alternatives(decision))]))
 
@@ -61,8 +60,8 @@ def render_quadratic(decision: Decision) -> str:
         decision: A decision that selected a backend of the slow tier.
     """
     selected = decision.verdict(decision.selected or "")
-    said = f"{selected.backend} holds {size(selected.score_bytes)} of scores for {render(decision.call)}"
-    return printable(f"{said}; {_avoidance(decision)}.")
+    clause = f"{selected.backend} holds {size(selected.score_bytes)} of scores for {render(decision.call)}"
+    return printable(f"{clause}; {_avoidance(decision)}.")
 
 
 def _head(decision: Decision) -> list[str]:
@@ -72,11 +71,11 @@ def _head(decision: Decision) -> list[str]:
         lines = field("selected", f"{decision.selected}, {sentences.why_selected(decision)}")
     lines.append(f"{'call':<{LABEL}}{render(decision.call)}")
     lines += field("host", sentences.host_line(decision.host))
-    for label, said in (
-        ("wish", sentences.wishes(decision.policy)),
+    for label, texts in (
+        ("policy", sentences.settings(decision.policy)),
         ("mask", sentences.recognized(decision.call)),
     ):
-        lines += [line for text in said for line in field(label, text)]
+        lines += [line for text in texts for line in field(label, text)]
     if len(decision.order) > 1:
         lines += field("order", _order(decision))
     return lines
@@ -116,27 +115,27 @@ def _notes(verdict: Verdict) -> list[str]:
 
 def _options(verdict: Verdict) -> dict[str, str]:
     """The options by the row that they come from."""
-    said: dict[str, list[str]] = {}
+    values_of: dict[str, list[str]] = {}
     for (name, value), row in zip(verdict.options, verdict.option_rows, strict=True):
         text = str(value).lower() if isinstance(value, bool) else value
-        said.setdefault(row, []).append(f"{name} = {text}")
-    return {row: ", ".join(values) for row, values in said.items()}
+        values_of.setdefault(row, []).append(f"{name} = {text}")
+    return {row: ", ".join(values) for row, values in values_of.items()}
 
 
 def _alternatives(decision: Decision) -> list[str]:
-    """What could run if the wishes were others: the slow tier is named only where nothing else is."""
-    able = [v for v in sentences.arranged(decision) if v.status == "eligible" and _is_unwanted(v)]
+    """What could run under another policy: the slow tier is named only where nothing else is."""
+    able = [v for v in sentences.arranged(decision) if v.status == "eligible" and _is_kept_out(v)]
     free = [v for v in able if not v.score_bytes] or able
     barriers = list(dict.fromkeys(sentences.barrier(v.excluded) for v in free if v.excluded is not None))
     if not barriers:
         return []
     names = [v.backend + (f" ({size(v.score_bytes)} of scores)" if v.score_bytes else "") for v in free]
-    wish = sentences.listed(barriers, "or")
-    return field("hint", f"without {wish}, {sentences.listed(names, 'or')} could run it")
+    barrier = sentences.listed(barriers, "or")
+    return field("hint", f"without {barrier}, {sentences.listed(names, 'or')} could run it")
 
 
-def _is_unwanted(verdict: Verdict) -> bool:
-    """A wish keeps it out, and no failure that stays whatever is wished."""
+def _is_kept_out(verdict: Verdict) -> bool:
+    """Policy keeps it out, and not a failure, which no other policy would lift."""
     return verdict.excluded is not None and verdict.excluded.reason != "failed"
 
 

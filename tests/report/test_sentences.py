@@ -148,17 +148,17 @@ def test_a_host_is_said_with_torch_cuda_and_cudnn_first() -> None:
     assert sentences.host_line(HOST) == "sm_90, some card, torch 2.11.0, cudnn 9.19.0, triton 3.5"
 
 
-def test_wishes_are_said_with_their_origin_and_defaults_are_not() -> None:
+def test_settings_are_said_with_their_origin_and_defaults_are_not() -> None:
     policy = Policy(
         ban=("alpha", "beta"),
         recognize=False,
         origin={"ban": "ATTNROUTE_BACKENDS", "recognize": "override()"},
     )
-    assert sentences.wishes(policy) == [
+    assert sentences.settings(policy) == [
         "ban alpha and beta (ATTNROUTE_BACKENDS)",
         "recognize off (override())",
     ]
-    assert sentences.wishes(Policy()) == []
+    assert sentences.settings(Policy()) == []
 
 
 SEEN = "the bool tensor 1x1x64x64 was recognised as"

@@ -29,7 +29,7 @@ def test_an_explanation_has_every_part_in_its_place() -> None:
         "selected   beta, preferred by attention()",
         f"call       {CALL}",
         "host       sm_90, some card, torch 2.11.0, cudnn 9.19.0, triton 3.5",
-        "wish       prefer beta (attention())",
+        "policy     prefer beta (attention())",
         "order      beta, alpha (by [any/arch/default]; their times are unmeasured)",
         "",
         "beta       selected, after expand_kv (1 GiB more)",

@@ -1,4 +1,4 @@
-"""One line of words that says a `Call` to people, logs and the command line, and parses back to an equal one.
+"""Write a `Call` as one line of words for people, logs and the command line, and read it back.
 
 `bf16 b2 hq32 hkv8 sq4096 skv4096 d128 causal train`: sizes first, then what differs from the default. Words
 of the mask keep their order; every other word may stand anywhere. `WORDS` lists them all.

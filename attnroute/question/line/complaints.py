@@ -1,4 +1,4 @@
-"""What is wrong with a word, as one sentence."""
+"""Write one sentence about a word of a call line that cannot be read."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def reading(text: str) -> Iterator[None]:
         raise ArgumentError(f"{quoted(text)} requires a valid value; {where}: {what}.") from error
     except (ValueError, KeyError) as error:
         if _SIZE.fullmatch(text):
-            raise strange(text, ()) from error
+            raise unknown_word(text, ()) from error
         name = re.escape(name_of(text))
         forms = [form for form in WORDS if re.search(rf"(^|\s){name}[=(]", form)]
         form = forms[0] if forms else f"{shortened(name_of(text))} without a value"
         raise ArgumentError(f"a call line requires words like {form}; got {quoted(text)}.") from error
 
 
-def strange(word: str, known: Iterable[str]) -> ArgumentError:
-    """Say that a word is none of a call line: what it seems to be decides what is suggested.
+def unknown_word(word: str, known: Iterable[str]) -> ArgumentError:
+    """Return the error about a word that no call line has; what it resembles decides what is suggested.
 
     Args:
         word: The word.

@@ -1,4 +1,4 @@
-"""Mask nodes as words, and back."""
+"""Write mask nodes as words of a call line, and read them."""
 
 from __future__ import annotations
 
@@ -61,29 +61,29 @@ def read_node(word: str) -> MaskNode:
     return _SIMPLE[name](name, value, options)
 
 
-def write_node(node: MaskNode, *, says_corner: bool = False) -> str:
-    """Say a mask node as one word; `read_node` gives the equal node back.
+def write_node(node: MaskNode, *, with_corner: bool = False) -> str:
+    """Return a mask node as one word; `read_node` gives the equal node back.
 
     Args:
         node: The node.
-        says_corner: Both corners differ, so a causal or window word says its own.
+        with_corner: Write the corner of a causal mask or window even where it is the default.
     """
     if isinstance(node, AnyNode):
         return f"{ANY}({'|'.join(map(_write_part, node.parts))})"
     if isinstance(node, NotNode):
         return f"{NOT}({_write_part(node.part)})"
     if isinstance(node, CausalNode):
-        return "=".join(["causal", *_corner(node, says_corner=says_corner)])
+        return "=".join(["causal", *_corner(node, with_corner=with_corner)])
     if isinstance(node, WindowNode):
         sides = [OPEN if side is None else str(side) for side in (node.left, node.right)]
-        return f"window={','.join([*sides, *_corner(node, says_corner=says_corner)])}"
+        return f"window={','.join([*sides, *_corner(node, with_corner=with_corner)])}"
     if isinstance(node, DenseNode):
         return f"dense={write_shape(node.shape)}{write_options(node, TENSOR)}{_write_recognized(node)}"
     return _write_counted(node)
 
 
-def _corner(node: CausalNode | WindowNode, *, says_corner: bool) -> list[str]:
-    return [node.alignment] if says_corner or node.alignment != "top_left" else []
+def _corner(node: CausalNode | WindowNode, *, with_corner: bool) -> list[str]:
+    return [node.alignment] if with_corner or node.alignment != "top_left" else []
 
 
 def _write_counted(node: DocumentsNode | KeyPaddingNode | PrefixNode | FunctionNode) -> str:
@@ -179,7 +179,7 @@ NODES: Final = (*_SIMPLE, ANY, NOT)
 
 
 def read_tensor_options(options: list[str]) -> dict[str, object]:
-    """Return the fields that options of a mask or bias tensor say."""
+    """Return the fields that options of a mask or bias tensor set."""
     return _fields(options, TENSOR)
 
 
@@ -188,17 +188,17 @@ def _fields(options: list[str], words: Options) -> dict[str, object]:
 
 
 def write_options(model: BaseModel, words: Options) -> str:
-    """Say what differs from the defaults of a node or bias."""
+    """Return what differs from the defaults of a node or bias."""
     defaults = type(model).model_fields
-    said = [w for w, (f, v) in words.items() if getattr(model, f) == v and defaults[f].default != v]
-    return "".join(f":{word}" for word in said)
+    found = [w for w, (f, v) in words.items() if getattr(model, f) == v and defaults[f].default != v]
+    return "".join(f":{word}" for word in found)
 
 
 def _write_recognized(node: DenseNode) -> str:
     if node.recognized is None:
         return ""
-    said = _write_part(node.recognized)
-    return f":recognized=({said})" if "+" in said or ":" in said else f":recognized={said}"
+    part = _write_part(node.recognized)
+    return f":recognized=({part})" if "+" in part or ":" in part else f":recognized={part}"
 
 
 def _lengths(value: str | None) -> tuple[int, ...] | None:
@@ -217,5 +217,5 @@ def read_shape(value: str) -> tuple[int, ...]:
 
 
 def write_shape(shape: tuple[int, ...]) -> str:
-    """Say sizes joined by x."""
+    """Return sizes joined by x."""
     return "x".join(map(str, shape)) or SCALAR

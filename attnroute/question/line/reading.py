@@ -1,4 +1,4 @@
-"""From a line to a call; every complaint names the word."""
+"""Read a call from its line; each error names the word."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from attnroute.errors import ArgumentError, quoted
 from attnroute.question.call import Call
 from attnroute.question.fits import corner, corner_of_each, depth
-from attnroute.question.line.complaints import reading, strange
+from attnroute.question.line.complaints import reading, unknown_word
 from attnroute.question.line.nodes import NODES, read_node, read_shape, read_tensor_options
 from attnroute.question.line.words import CONTEXT, FLAGS, NUMBERS, SIZES, STRIDES, is_ragged, name_of
 from attnroute.question.nodes import CausalNode, DenseBias, MaskNode, WindowNode
@@ -108,7 +108,7 @@ def _parse_word(word: str) -> Iterator[tuple[str, str, object]]:
     elif name == "dynamic":
         yield "context", "dynamic", tuple(value.split(","))
     else:
-        raise strange(word, _known())
+        raise unknown_word(word, _known())
 
 
 def _known() -> list[str]:

@@ -1,4 +1,4 @@
-"""The words of a call line, and what reading and writing share."""
+"""List the words of a call line, which reading and writing share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS: Final[dict[str, str]] = {
     "d128 or d192/128": "head_dim_qk and, where it differs, head_dim_v",
     "bshd or thd": "layout; bhsd where left out",
     "causal or causal=bottom_right": (
-        "causal mask, and where its diagonal ends: top_left or bottom_right, to be said where sq is not skv"
+        "causal mask, and where its diagonal ends: top_left or bottom_right, stated where sq is not skv"
     ),
     "window=4095,0 or window=open,0,bottom_right": "keys beside the diagonal; window=4096 is window=4095,0",
     "documents or documents=1000,3096": "packed documents; then :scattered (tokens lie anywhere) :cross",
@@ -31,7 +31,7 @@ WORDS: Final[dict[str, str]] = {
     "scale=negative or scale=zero": "sign of the factor on QK^T",
     "softcap=30, sink, dropout=0.1": "score features",
     "train, deterministic, lse": "training, only deterministic kernels, log-sum-exp returned",
-    "qkv_grad or no_qkv_grad": "whether query, key or value needs a gradient, where somebody said",
+    "qkv_grad or no_qkv_grad": "whether query, key or value needs a gradient, where that is known",
     "last_dim_strided, unpacked, tokens_apart, misaligned, kv_expanded": "how query, key and value lie",
     "compiled, graph, dispatch_mode": "traced by torch.compile, captured into a CUDA graph, inside a mode",
     "dynamic=seqlen_q,seqlen_kv": "sizes that may change",
@@ -108,8 +108,8 @@ def name_of(word: str) -> str:
 
 
 def word_of(words: Mapping[str, tuple[str, object]], field: str, value: object) -> str:
-    """Return the word that says a value of a field."""
-    return next(word for word, said in words.items() if said == (field, value))
+    """Return the word for a value of a field."""
+    return next(word for word, meaning in words.items() if meaning == (field, value))
 
 
 def split(text: str, mark: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""From a call to its line."""
+"""Write a call as its line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def render(call: Call) -> str:
     words[-1] += f"/{call.head_dim_v}" if call.head_dim_v != call.head_dim_qk else ""
     words += [call.layout] if call.layout != "bhsd" else []
     has_corners = call.seqlen_q != call.seqlen_kv or is_ragged(call)
-    words += [write_node(node, says_corner=has_corners) for node in call.mask]
+    words += [write_node(node, with_corner=has_corners) for node in call.mask]
     words += [_bias(call.bias)] if isinstance(call.bias, DenseBias) else []
     words += [f"scale={call.scale}"] if call.scale != "positive" else []
     words += [f"{w}={_number(v)}" for w, f in NUMBERS.items() if (v := getattr(call, f))]
@@ -28,7 +28,7 @@ def render(call: Call) -> str:
 
 
 def _stated(call: Call, field: str, value: object) -> bool:
-    """Whether a flag is said here; dtype and layout have their place."""
+    """Return whether a flag is written here; dtype and layout have their own place."""
     return field not in ("dtype", "layout") and getattr(call, field) == value
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnroute.report.size import size
+from attnroute.report.layout import size
 
 
 @pytest.mark.parametrize(
