@@ -200,9 +200,10 @@ class Sweep:
         """Return a process's answer, None where the time is over before.
 
         A backend that ends the process or takes too long gets that as its status, and is left out of the next
-        try.
+        try. A process that ends at no backend may have died before: the call is tried once more.
         """
         results = dict(backends)
+        lost = 0
         while True:
             answer = process.ask({"do": do, "key": call.key, "backends": results}, limit, until)
             if "done" in answer:
@@ -212,9 +213,10 @@ class Sweep:
                 return None
             status = {"status": answer["status"], "text": answer["text"]}
             at = answer["at"]
-            if at == "":
+            if at != "":
+                results[at] = results.get(at, {}) | status
+            elif (lost := lost + 1) > 1:
                 return {"backends": results} | status
-            results[at] = results.get(at, {}) | status
 
 
 def _unchanged(call: SweepCall) -> SweepCall:

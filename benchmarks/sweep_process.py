@@ -70,6 +70,7 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                bufsize=0,
                 env=os.environ | _ENVIRONMENT,
             )
         self._buffer = b""

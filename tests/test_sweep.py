@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import sweep
 import sweep_calls
 import sweep_inputs
+import sweep_process
 import sweep_report
 import sweep_timing
 
@@ -121,6 +122,20 @@ def test_a_backend_that_ends_its_process_is_left_out_of_the_next_try():
     found = sweep.Sweep._asked(None, Dying(), "prepare", CALLS[0], {}, 1.0, time.monotonic() + 60)
     assert found["backends"]["fa4"]["status"] == "crashed"
     assert len(asked) == 2
+
+
+def test_a_process_that_was_killed_is_started_again(tmp_path):
+    process = sweep_process.Process("cpu", "flash", 1.0, tmp_path / "stderr")
+    command = {"do": "prepare", "key": sweep_calls.shrunk(CALLS[0]).key, "backends": {}}
+    until = time.monotonic() + 300
+    try:
+        assert "done" in process.ask(command, 300.0, until)
+        process._process.kill()
+        process._process.wait()
+        assert process.ask(command, 300.0, until)["status"] == "crashed"
+        assert "done" in process.ask(command, 300.0, until)
+    finally:
+        process.end()
 
 
 def test_a_run_whose_time_is_over_is_not_held_against_the_backend():
