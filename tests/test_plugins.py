@@ -13,10 +13,9 @@ from support.reference import attend
 from support.spy import Spy
 
 import attnroute
-from attnroute.api import routes
 from attnroute.cli import main
 from attnroute.errors import NoBackendError, PluginWarning, TableError
-from attnroute.probes import imports
+from attnroute.memory import reset
 from attnroute.tables.load import load
 
 EXAMPLE = Path(__file__).parent / "plugin"
@@ -27,8 +26,7 @@ TOML = Path("toy_attention", "tables", "any", "toy.toml")
 def forget():
     for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
         del sys.modules[name]
-    routes.forget()
-    imports.forget()
+    reset()
 
 
 @pytest.fixture

@@ -77,11 +77,6 @@ def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> Policy:
     return kept
 
 
-def forget() -> None:
-    """Drop every policy that was kept outside of frames."""
-    _POLICIES.forget()
-
-
 def _note(signature: Hashable, policy: Policy) -> None:
     """Keep the policy of a call inside an override; the same call outside of one takes it back."""
     if scope_here() is None:

@@ -101,12 +101,6 @@ _DECISIONS: Memory[object, Decision] = Memory(
 )
 
 
-def forget() -> None:
-    """Drop every choice."""
-    _CLASSES.forget()
-    _DECISIONS.forget()
-
-
 def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
     """Drop the choices of a backend that `concerns` picks out; return them."""
     _DECISIONS.drop(lambda decision: decision.selected == backend)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Final
 
-from attnroute.executors import launch
 from attnroute.memory import REFUSED, Memory
 from attnroute.question.facts import LENGTH_FACTS, facts_of
 from attnroute.question.normalize import normalize
@@ -59,9 +58,3 @@ def known(call: Call, host: Host, policy: Policy) -> Policy:
 def also_failed(policy: Policy, refused: dict[str, str]) -> Policy:
     """Return the policy with further backends that refuse the call, and the error of each."""
     return merge(policy, Policy(failed=tuple(sorted({**dict(policy.failed), **refused}.items()))))
-
-
-def forget() -> None:
-    """Ask every backend again."""
-    _FAILED.forget()
-    launch.forget()

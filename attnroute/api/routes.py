@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from attnroute import settings
-from attnroute.api import choices, failures, guards
+from attnroute.api import choices, guards
 from attnroute.api.choices import Choice
 from attnroute.api.question import call_of
 from attnroute.api.records import Output, Problem
@@ -31,7 +31,6 @@ from attnroute.question.nodes import AnyNode, FunctionNode, NotNode
 from attnroute.question.policy import Policy
 from attnroute.report import log
 from attnroute.tables.load import Tables, load
-from attnroute.tables.load import forget as tables_forget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,19 +72,6 @@ _ROUTES: Memory[object, Route] = Memory(
 def lookup(key: object) -> Route | None:
     """Return the remembered route of a class of calls."""
     return _ROUTES.get(key)
-
-
-def forget() -> None:
-    """Forget all that rests on tables and environment, which are then read again, and every failure.
-
-    Compiled graphs hold their decision as a constant: `torch.compiler.reset()` lets them be made anew.
-    """
-    _ROUTES.forget()
-    choices.forget()
-    tables_forget()
-    settings.reload()
-    log.forget()
-    failures.forget()
 
 
 def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:

@@ -42,11 +42,6 @@ def tell(backend: str, text: str, seconds: float | None) -> None:
         listener(backend, text, seconds)
 
 
-def forget() -> None:
-    """Start anew, as if nothing had been called."""
-    _SEEN.forget()
-
-
 def is_first(backend: str, code: Hashable) -> bool:
     """Return whether a kernel was not called before; it counts as called then."""
     place, own = (backend, code), object()

@@ -72,11 +72,6 @@ def listen(listener: Listener) -> None:
         _LISTENERS.append(listener)
 
 
-def forget() -> None:
-    """Try again what was refused."""
-    _REFUSED.forget()
-
-
 def before_launch(
     backend: str, *, what: Callable[[], Hashable] | None = None, draws_on: torch.device | None = None
 ) -> _BeforeLaunch:

@@ -56,7 +56,7 @@ def mark_if_broken(libraries: Libraries, providers: Providers) -> str | None:
 
     Returns:
         As `check` does. Where it is not None, hosts that are asked for from now on name the providers as
-        broken, so the backend is unavailable: forget routes, and decide again.
+        broken, so the backend is unavailable: drop routes, and decide again.
     """
     for provider, problem in _problems(libraries, providers).items():
         mark_broken(provider, problem)
@@ -82,13 +82,6 @@ def mark_broken(provider: str, problem: str) -> None:
     """
     packages.mark(provider, problem)
     torch_host.host_of.cache_clear()
-
-
-def forget() -> None:
-    """Look at every package again, e.g. after an install. What is imported stays imported."""
-    _problems.cache_clear()
-    packages.forget()
-    torch_host.forget()
 
 
 @cached(64, INSTALLED)

@@ -53,12 +53,6 @@ def broken(providers: Providers) -> dict[str, str]:
     return {**survey(providers).broken, **_MARKED.items()}
 
 
-def forget() -> None:
-    """Look at everything again, e.g. after an install."""
-    _MARKED.forget()
-    survey.cache_clear()
-
-
 def installed(providers: Providers) -> dict[str, str]:
     """Return distribution name to version for every provider that can be used, as far as files tell."""
     return survey(providers).versions

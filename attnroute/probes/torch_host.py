@@ -100,12 +100,6 @@ def _cudnn() -> compilers.Found:
     return compilers.Found(None if number is None else cudnn_text(number))
 
 
-def forget() -> None:
-    """Look at everything again."""
-    for found in (_cudnn, versions, host_of):
-        found.cache_clear()
-
-
 def cudnn_text(number: int) -> str:
     """Say cuDNN's number as a version: 91002 is "9.10.2"."""
     return f"{number // _CUDNN_MAJOR}.{number % _CUDNN_MAJOR // _CUDNN_MINOR}.{number % _CUDNN_MINOR}"

@@ -29,14 +29,13 @@ class _Said:
 _SAID = _Said()
 
 
-def forget() -> None:
-    """Start anew, as if nothing had been announced."""
+def _forget() -> None:
     _SAID.backends.clear()
     _SAID.last = None
 
 
 # One entry for each backend, and the one that was selected last.
-register(f"{__name__}._SAID", 64, "never: what was printed was printed", lambda: len(_SAID.backends), forget)
+register(f"{__name__}._SAID", 64, "never: what was printed was printed", lambda: len(_SAID.backends), _forget)
 
 
 def announce(decision: Decision, mode: Mode) -> None:

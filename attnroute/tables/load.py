@@ -354,7 +354,7 @@ class Tables:
 def load(overlay: Path | None = None) -> Tables:
     """Return the shipped tables with those of plug-ins, and an overlay folder on top if one is given.
 
-    Plug-ins are looked for and files are read once; `forget()` lets that be done again.
+    Plug-ins are looked for and files are read once; `attnroute.reset()` lets that be done again.
 
     Raises:
         TableError: A folder or file is wrong, nothing reads a file, or two plug-ins have one name.
@@ -387,10 +387,3 @@ def _installed() -> Tables:
     shipped = Tables((shipped_folder(),))
     folders, problems = plugins.usable(shipped, lambda folder: Tables((*shipped.folders, folder)))
     return Tables((*shipped.folders, *folders), problems)
-
-
-def forget() -> None:
-    """Read every file again when it is next asked for."""
-    _installed.cache_clear()
-    _load.cache_clear()
-    read.cache_clear()

@@ -16,6 +16,7 @@ import attnroute
 from attnroute import biases, masks
 from attnroute.api import routes
 from attnroute.errors import ArgumentError
+from attnroute.memory import reset
 
 
 @pytest.fixture(autouse=True)
@@ -287,7 +288,7 @@ def test_routes_depend_on_the_kind_of_bias_and_on_gradients_and_on_no_identity(m
     made = []
     make = routes.make
     monkeypatch.setattr(routes, "make", lambda *given: made.append(given[2]) or make(*given))
-    routes.forget()
+    reset()
     inputs = normal()
     kinds = [
         lambda: biases.Dense(torch.zeros(6, 9)),
@@ -310,7 +311,7 @@ def test_routes_of_functions_depend_on_gradients_and_on_no_identity(monkeypatch)
     made = []
     make = routes.make
     monkeypatch.setattr(routes, "make", lambda *given: made.append(given[2]) or make(*given))
-    routes.forget()
+    reset()
     inputs = normal()
     for trained in (False, True):
         for _ in range(3):

@@ -9,19 +9,17 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attnroute
-from attnroute.api import checkpoint as checkpoints
 from attnroute.api import routes
+from attnroute.memory import reset
 
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["frames", "reentrant"])
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    routes.forget()
-    checkpoints.forget()
+    reset()
     yield
-    routes.forget()
-    checkpoints.forget()
+    reset()
 
 
 @pytest.fixture

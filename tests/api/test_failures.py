@@ -15,7 +15,6 @@ from support.spy import decided_calls, ran
 
 import attnroute
 from attnroute import masks
-from attnroute.api import routes
 from attnroute.errors import (
     ArgumentError,
     KernelRefusedError,
@@ -24,6 +23,7 @@ from attnroute.errors import (
     RerouteWarning,
 )
 from attnroute.executors import registry
+from attnroute.memory import reset
 
 
 class MLIRError(Exception):
@@ -36,9 +36,9 @@ class DSLCudaRuntimeError(Exception):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    routes.forget()
+    reset()
     yield
-    routes.forget()
+    reset()
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_what_is_forgotten_is_asked_again(fakes):
     fakes.recover()
     call()
     assert fakes.asked["flash"] == 1
-    routes.forget()
+    reset()
     call()
     assert fakes.asked["flash"] == 2
 

@@ -7,17 +7,17 @@ from support.refusing import SAID, Fakes, call, explained, quietly, tensors
 from support.spy import ran
 
 import attnroute
-from attnroute.api import routes
 from attnroute.errors import KernelRefusedError, RerouteWarning
 from attnroute.executors import registry
+from attnroute.memory import reset
 from attnroute.report.json import decision_from_json, decision_json
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    routes.forget()
+    reset()
     yield
-    routes.forget()
+    reset()
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from support.reference import TOLERANCE, attend, error
 from support.spy import Spy, decided_calls
 
 import attnroute
-from attnroute.api import routes
+from attnroute.memory import reset
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    routes.forget()
+    reset()
 
 
 def test_a_decoding_loop_decides_once(monkeypatch):

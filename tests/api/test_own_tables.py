@@ -1,4 +1,4 @@
-"""Calls under tables of one's own: what they declare is asked, and `forget()` reads them again."""
+"""Calls under tables of one's own: what they declare is asked, and `reset()` reads them again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from support.own_tables import ROW, own_overlay, put
 import attnroute
 from attnroute.api import routes
 from attnroute.errors import OverrideError, TableError
+from attnroute.memory import reset
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.settings import call_policy, current
@@ -21,10 +22,10 @@ CPU = Host(arch="cpu", versions={"torch": "2.13.0+cpu", "c++": "12", "avx2": "pr
 def in_force(tmp_path, monkeypatch):
     folder = own_overlay(tmp_path / "mine")
     monkeypatch.setenv("ATTNROUTE_TABLES", str(folder))
-    routes.forget()
+    reset()
     yield folder
     monkeypatch.undo()
-    routes.forget()
+    reset()
 
 
 def test_a_backend_that_nothing_runs_says_so(in_force):
@@ -43,13 +44,13 @@ def test_forget_reads_tables_again(in_force):
     assert attnroute.decide(CALL, CPU, policy=current()).selected == before.selected
     put(in_force, {f"cpu/{before.selected}.toml": ROW})
     assert attnroute.explain(*tensors).selected == before.selected
-    routes.forget()
+    reset()
     assert attnroute.explain(*tensors).selected != before.selected
     assert routes.lookup(None) is None
     assert attnroute.decide(CALL, CPU, policy=current()).verdict(before.selected).status == "rejected"
     (in_force / "any" / "ours.toml").unlink()
     (in_force / "cpu" / "ours.toml").unlink()
     call_policy("ours", None)
-    routes.forget()
+    reset()
     with pytest.raises(OverrideError, match='got "ours"'):
         call_policy("ours", None)

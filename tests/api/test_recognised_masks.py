@@ -11,6 +11,7 @@ import attnroute
 from attnroute import masks
 from attnroute.api import routes
 from attnroute.masks import Causal, Documents, KeyPadding, PrefixLM, Window
+from attnroute.memory import reset
 
 N = 300
 IDS = torch.arange(N) // torch.tensor([[70], [90]])
@@ -102,7 +103,7 @@ def test_a_route_is_shared_by_documents_that_differ():
     query, key, value = inputs()
     ids = [torch.arange(N) // torch.tensor([[length], [90]]) for length in (40, 70, 101)]
     shown = [dense(Causal() & Documents(ids=each)) for each in ids]
-    routes.forget()
+    reset()
     for mask in shown * 2:
         out = attnroute.attention(query, key, value, mask, backend="chunked")
         assert error(out, attend(query, key, value, allowed=mask)[0]) <= TOLERANCE[torch.float32]

@@ -13,6 +13,7 @@ from attnroute.api import dispatch, keys, routes
 from attnroute.api.intake import take
 from attnroute.api.records import Given, Options
 from attnroute.errors import QuadraticAttentionWarning
+from attnroute.memory import reset
 from attnroute.settings import current
 
 SIGNATURE = inspect.signature(attnroute.attention).parameters
@@ -133,7 +134,7 @@ def test_a_problem_has_one_mask_and_one_bias():
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_warning_names_the_line_of_the_user(compiled):
-    routes.forget()
+    reset()
     large = torch.zeros(1, 2, 6000, 1)
 
     def call(tensor):

@@ -9,18 +9,18 @@ import torch
 from support.spy import ran
 
 import attnroute
-from attnroute.api import routes
 from attnroute.errors import KernelRefusedError, RerouteWarning
 from attnroute.executors import launch
+from attnroute.memory import reset
 
 REFUSED = KernelRefusedError("backend flash refused this call", "flash", "AssertionError: no backward")
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    routes.forget()
+    reset()
     yield
-    routes.forget()
+    reset()
 
 
 def tensors(seqlen=6, head_dim=8, dtype=torch.float32, *, training=True):

@@ -16,15 +16,15 @@ import attnroute
 from attnroute import masks
 from attnroute.api import choices, routes
 from attnroute.errors import QuadraticAttentionWarning
-from attnroute.memory import Memory
+from attnroute.memory import Memory, reset
 from attnroute.tables.load import load
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    routes.forget()
+    reset()
     yield
-    routes.forget()
+    reset()
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_what_override_says_has_a_route_of_its_own(made):
 
 def test_forget_forgets(made, decided):
     attnroute.attention(*tensors())
-    routes.forget()
+    reset()
     attnroute.attention(*tensors())
     assert (len(made), len(decided)) == (2, 2)
 

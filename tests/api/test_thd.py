@@ -15,6 +15,7 @@ from support.spy import Spy, ran
 
 import attnroute
 from attnroute.api import routes
+from attnroute.memory import reset
 
 BANDS = {
     "everything": {},
@@ -265,7 +266,7 @@ def test_other_sums_of_the_same_shape_take_the_route_and_not_the_answer(monkeypa
     made = []
     make = routes.make
     monkeypatch.setattr(routes, "make", lambda *given: made.append(given[2]) or make(*given))
-    routes.forget()
+    reset()
     inputs = packed([5, 3])
     for lengths in ([5, 3], [2, 6], [8, 0]):
         out = attnroute.attention(*inputs, layout="thd", is_causal=True, **sums_of(lengths))

@@ -11,6 +11,7 @@ from attnroute.cli import COMMANDS, main
 from attnroute.cli.matrix import CALLS
 from attnroute.cli.tables import SCHEMA_FILE, schema_text
 from attnroute.engine.decide import decide
+from attnroute.memory import reset
 from attnroute.question.host import Host
 from attnroute.question.line import WORDS, parse, render
 from attnroute.tables import lint
@@ -173,7 +174,7 @@ def test_probe_prints_what_cannot_be_imported(capsys, monkeypatch) -> None:
     try:
         assert main(["probe"]) == 0
     finally:
-        imports.forget()
+        reset()
     host = Host.model_validate_json(capsys.readouterr().out)
     assert host.broken["flash-attn-4"] == "importing it raises AttributeError"
 

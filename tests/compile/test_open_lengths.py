@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 import attnroute
 from attnroute import masks
 from attnroute.api import routes
+from attnroute.memory import reset
 from attnroute.probes import imports
 from attnroute.question.host import Host
 
@@ -32,11 +33,11 @@ WITH_BANDS = ("flash", "chunked", "fa2", "fa3", "fa4", "cudnn_fe")
 @pytest.fixture(autouse=True)
 def h100(monkeypatch):
     """A tracer's tensors may lie on a device that is not there; what they are asked is the same."""
-    routes.forget()
+    reset()
     monkeypatch.setattr(routes, "host_of", lambda *_: Host(arch="sm_90", versions=VERSIONS))
     monkeypatch.setattr(imports, "mark_if_broken", lambda *_: None)
     yield
-    routes.forget()
+    reset()
 
 
 def traced(length=240, *, head_dim=64, **given):

@@ -18,6 +18,7 @@ from attnroute import masks
 from attnroute.executors.packages import fa4
 from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.protocol import Inputs
+from attnroute.memory import reset
 
 NEWEST = "4.0.0b36"
 WITH_SINK_GRADIENT = ("4.0.0b26", NEWEST)
@@ -35,25 +36,20 @@ CAUSAL_AND_BANDS = {
 """Left and right of a request; the causal flag and the sides that are passed, None = left out."""
 
 
-def forget():
-    fa4._interface.cache_clear()
-    fa4._names.cache_clear()
-
-
 def use(monkeypatch, release):
     """Put one release in the place of the package."""
     torch.manual_seed(0)
     made = Package(release)
     for name, module in made.modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    forget()
+    reset()
     return made
 
 
 @pytest.fixture(autouse=True)
 def _forgotten():
     yield
-    forget()
+    reset()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from attnroute.executors import first_call
 from attnroute.executors.flex import compile as flex_compile
 from attnroute.executors.packages.external import External
 from attnroute.executors.packages.request import Gradients, Launched
+from attnroute.memory import reset
 
 FORWARD = "forward of float64, head dimensions 8, 8"
 BACKWARD = "backward of float64, head dimensions 8, 8"
@@ -54,7 +55,7 @@ QUIET = External("first_call_quiet", Quiet())
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    first_call.forget()
+    reset()
     monkeypatch.setattr(first_call, "_LISTENERS", {})
     monkeypatch.setattr(KERNEL, "seconds", 0.0)
 
@@ -143,7 +144,7 @@ def test_a_compiler_that_gives_up_has_no_seconds(heard, monkeypatch):
 
 def test_forgetting_announces_anew(heard):
     launch()
-    first_call.forget()
+    reset()
     launch()
     assert len(heard) == 2
 

@@ -18,6 +18,7 @@ from attnroute import biases
 from attnroute.executors.flex import compile as flex_compile
 from attnroute.masks import Blocks, Causal, Dense, Documents, Function, KeyPadding, Window
 from attnroute.masks.lowered import mods
+from attnroute.memory import reset
 
 HEADS_Q, HEADS_KV, HEAD_DIM = 4, 2, 16
 GREAT = -30.0
@@ -143,7 +144,7 @@ def squares(sizes):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_structure_is_right_at_every_length_and_compiled_for_the_first_two(name):
-    flex_compile.forget()
+    reset()
     for sizes in FIRST:
         check(CASES[name], Random(0).randint, sizes)
 
@@ -158,7 +159,7 @@ def test_a_structure_is_right_at_every_length_and_compiled_for_the_first_two(nam
 
 
 def test_lengths_below_a_block_compile_no_code_of_their_own():
-    flex_compile.forget()
+    reset()
     case = Case(lambda pick, sizes: (KeyPadding(left=counts(pick, sizes)), {}))
     for length in (33, 70, 127, 129, 257, 34, 256, 128, 300):
         check(case, Random(length).randint, Sizes(2, length, length))
@@ -167,7 +168,7 @@ def test_lengths_below_a_block_compile_no_code_of_their_own():
 
 
 def test_one_query_at_the_end_of_keys_that_grow():
-    flex_compile.forget()
+    reset()
     case = Case(lambda *_: (Window(140, 0, "bottom_right") & KeyPadding(left=[3, 250]), {}))
     for length in (251, 257, 258, 259, 300, 384, 385):
         check(case, Random(length).randint, Sizes(2, 1, length))

@@ -12,9 +12,9 @@ from support.backwards import check_again, check_some, one
 from torch._functorch import config
 from torch.nn.attention import flex_attention
 
-from attnroute.executors.flex import compile as flex_compile
 from attnroute.executors.flex import run as flex
 from attnroute.executors.protocol import Inputs, Plan
+from attnroute.memory import reset
 
 
 def composed(query, key, value, score_mod, block_mask, *, scale, enable_gqa, return_lse=False, **_):
@@ -32,10 +32,10 @@ def _stands_in(monkeypatch):
         return composed(*given, return_lse=return_aux is not None, **rest)
 
     monkeypatch.setattr(flex_attention, "flex_attention", attend)
-    flex_compile.forget()
+    reset()
     torch.compiler.reset()
     yield
-    flex_compile.forget()
+    reset()
     torch.compiler.reset()
 
 

@@ -19,15 +19,16 @@ from attnroute.executors.flex import compile as flex_compile
 from attnroute.executors.flex import program
 from attnroute.masks import Causal, Documents, KeyPadding, PrefixLM, Window
 from attnroute.masks.lowered import mods
+from attnroute.memory import reset
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
     monkeypatch.setattr(mods, "_CONSTANTS", set())
     monkeypatch.setattr(first_call, "_LISTENERS", {})
-    flex_compile.forget()
+    reset()
     yield
-    flex_compile.forget()
+    reset()
 
 
 @pytest.fixture

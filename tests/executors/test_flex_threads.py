@@ -13,6 +13,7 @@ import attnroute
 from attnroute import masks
 from attnroute.executors.flex import compile as flex_compile
 from attnroute.executors.flex.program import Part, Settings
+from attnroute.memory import reset
 
 THREADS = 8
 SETTINGS = Settings(None, enable_gqa=False, return_lse=False, size=(128, 128), options=())
@@ -20,13 +21,13 @@ SETTINGS = Settings(None, enable_gqa=False, return_lse=False, size=(128, 128), o
 
 @pytest.fixture(autouse=True)
 def fresh():
-    flex_compile.forget()
+    reset()
     # Threads take turns as often as they can, so that what is shown too early is seen.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
-    flex_compile.forget()
+    reset()
 
 
 def at_once(work):

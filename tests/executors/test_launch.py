@@ -13,15 +13,16 @@ from attnroute.executors import launch as launching
 from attnroute.executors import registry
 from attnroute.executors.aten import math
 from attnroute.executors.launch import before_launch
+from attnroute.memory import reset
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    launching.forget()
+    reset()
     yield
-    launching.forget()
+    reset()
 
 
 def launch(raising=None, asked=None, draws=0, what=None, **rest):
@@ -124,7 +125,7 @@ def test_what_was_refused_is_not_asked_again():
     for backend, what in (("alpha", ("backward", 64)), ("beta", ("forward", 64)), ("alpha", None)):
         launch(asked=asked, backend=backend, what=what)
     assert len(asked) == 4
-    launching.forget()
+    reset()
     launch(asked=asked, what=("forward", 64))
     assert len(asked) == 5
 

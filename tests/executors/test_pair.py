@@ -23,20 +23,20 @@ from torch.utils.checkpoint import checkpoint
 
 from attnroute import masks
 from attnroute.errors import KernelRefusedError
-from attnroute.executors import launch
 from attnroute.executors.aten import flash
 from attnroute.executors.chunked import from_lse
 from attnroute.executors.packages import cudnn_fe
 from attnroute.executors.prepare import apply as repairs
 from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.protocol import Inputs, Ran
+from attnroute.memory import reset
 
 
 @pytest.fixture
 def package():
     with watched() as made:
         yield made
-    launch.forget()
+    reset()
 
 
 # Beside each preparation.

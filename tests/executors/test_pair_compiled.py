@@ -11,13 +11,14 @@ from attnroute import masks
 from attnroute.executors import launch
 from attnroute.executors.protocol import Inputs
 from attnroute.masks.lowered.form import LoweredMask
+from attnroute.memory import reset
 
 
 @pytest.fixture
 def package():
     with watched() as made:
         yield made
-    launch.forget()
+    reset()
 
 
 def check_compiled(function, backend, mask, inputs, *rest):

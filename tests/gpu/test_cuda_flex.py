@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import attnroute
 from attnroute import biases, masks
 from attnroute.executors.flex import compile as flex_compile
+from attnroute.memory import reset
 
 pytestmark = pytest.mark.gpu
 
@@ -356,7 +357,7 @@ def test_thd(lengths_q, lengths_kv, alignment, train):
 
 
 def test_lengths_compile_twice_at_most_and_whole_blocks_have_code_of_their_own():
-    flex_compile.forget()
+    reset()
     for length in (130, 300, 451, 777, 1030, 256, 512, 384, 1024):
         _, _, i, j = places(length, length)
         left = of_row(length - 9, 5)

@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.fake_site import Site, path_of
 
-from attnroute.probes import imports
+from attnroute.memory import reset
 
 NAMES = ("flash_attn", "flash_attn_2_cuda", "flash_attn_3", "xformers", "cudnn", "transformer_engine")
 
@@ -19,12 +19,12 @@ def site(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
     kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in NAMES}
     _forget_modules()
-    imports.forget()
+    reset()
     yield Site(tmp_path)
     _forget_modules()
     sys.modules.update(kept)
     monkeypatch.undo()
-    imports.forget()
+    reset()
 
 
 def _forget_modules():

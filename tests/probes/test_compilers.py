@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attnroute.engine.decide import decide
+from attnroute.memory import reset
 from attnroute.probes import compilers, torch_host
 from attnroute.question.host import Host
 from attnroute.question.line import parse
@@ -94,9 +95,9 @@ def test_a_cudnn_that_torch_refuses_is_broken(monkeypatch):
         raise RuntimeError("cuDNN version incompatibility: compiled against 9.19, found 9.1")
 
     monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
-    torch_host.forget()
+    reset()
     host = torch_host.host_of("cpu", None, load().providers)
-    torch_host.forget()
+    reset()
     assert "cudnn" not in host.versions
     assert "RuntimeError: cuDNN version incompatibility" in host.broken["cudnn"]
 

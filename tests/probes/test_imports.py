@@ -13,6 +13,7 @@ import torch
 from support.fake_site import EXTENSION, FLASH_ATTN, NEW_CUTE
 
 from attnroute.engine.decide import decide
+from attnroute.memory import reset
 from attnroute.probes import imports, packages, torch_host
 from attnroute.question.line import parse
 from attnroute.report.text import render_decision
@@ -171,7 +172,7 @@ def test_hosts_are_the_same_object_until_something_is_marked():
         imports.mark_broken("flash-attn-3", "no such luck")
         assert torch_host.host_of("cpu", None, PROVIDERS).broken["flash-attn-3"] == "no such luck"
     finally:
-        imports.forget()
+        reset()
     assert torch_host.host_of("cpu", None, PROVIDERS) == before
 
 
@@ -247,11 +248,11 @@ def test_forgetting_looks_again(fa4, site):
     fa4("sys.no_such_thing")
     settle("fa4")
     fa4()
-    imports.forget()
+    reset()
     assert torch_host.host_of("cpu", None, PROVIDERS).broken == on("sm_90").broken
     assert settle("fa4") is None
     site.uninstall("flash-attn-4")
-    imports.forget()
+    reset()
     assert "flash-attn-4" not in torch_host.versions(PROVIDERS)
 
 

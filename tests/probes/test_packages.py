@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.fake_site import EXTENSION, FLASH_ATTN, NEW_CUTE, OLD_CUTE, Site, path_of
 
 from attnroute import foreign
+from attnroute.memory import reset
 from attnroute.probes import packages
 from attnroute.probes.packages import Survey
 from attnroute.tables.load import load
@@ -20,7 +21,7 @@ FA2_8 = FLASH_ATTN | OLD_CUTE
 
 
 def survey():
-    packages.forget()
+    reset()
     return packages.survey(load().providers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.report_examples import CALL, GIB, decision, verdict
 
+from attnroute.memory import reset
 from attnroute.report import log
 from attnroute.report.log import announce
 from attnroute.report.text import render_decision
@@ -12,9 +13,9 @@ from attnroute.report.text import render_decision
 
 @pytest.fixture(autouse=True)
 def _nothing_announced():
-    log.forget()
+    reset()
     yield
-    log.forget()
+    reset()
 
 
 def select(backend):

@@ -8,9 +8,9 @@ import torch
 from support.cudnn_checks import inputs_of as trained_inputs_of
 
 from attnroute.executors import first_call
-from attnroute.executors.flex import compile as flex_compile
 from attnroute.executors.flex import run as flex
 from attnroute.executors.protocol import Plan
+from attnroute.memory import reset
 
 FLASH = (("BACKEND", "FLASH"),)
 OPTIONS = {"flex": (), "flex_fa4": FLASH}
@@ -23,9 +23,9 @@ def uncompiled(monkeypatch):
     found = []
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda g, _: found.append(g) or g.forward)
     monkeypatch.setattr(first_call, "_LISTENERS", {})
-    flex_compile.forget()
+    reset()
     yield found
-    flex_compile.forget()
+    reset()
 
 
 def inputs_of(mask, length=LENGTH):

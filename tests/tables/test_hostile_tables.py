@@ -9,11 +9,12 @@ import pytest
 from attnroute.cli import main
 from attnroute.engine.decide import decide
 from attnroute.errors import ArgumentError, TableError
+from attnroute.memory import reset
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.settings import reload
 from attnroute.tables.lint import lint
-from attnroute.tables.load import Tables, forget, load
+from attnroute.tables.load import Tables, load
 from attnroute.tables.read import shipped_folder
 
 CALL = parse("bf16 b1 hq8 sq64 d64")
@@ -116,7 +117,7 @@ def _in_force(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNROUTE_TABLES", str(tmp_path / "mine"))
     yield
     monkeypatch.undo()
-    forget()
+    reset()
     reload()
 
 
@@ -125,7 +126,7 @@ def _in_force(tmp_path, monkeypatch):
 def test_one_sentence_names_file_and_row(case, tmp_path, capsys):
     file, text, said = BAD_ROWS[case]
     put(tmp_path / "mine", {file: text})
-    forget()
+    reset()
     reload()
     for words in (["explain", "bf16 b1 hq8 sq64 d64", "--arch", "sm_90"], ["tables", "lint"]):
         assert main(words) == TableError.exit_code

@@ -10,11 +10,12 @@ from support.own_tables import EVIDENCE, ROW, own_overlay, put
 import attnroute
 from attnroute.cli import main
 from attnroute.errors import OverrideError, TableError
+from attnroute.memory import reset
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.question.policy import Policy
 from attnroute.settings import call_policy, current, from_environment, override, reload
-from attnroute.tables.load import forget, load
+from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 
 CALL = parse("bf16 b1 hq8 sq64 d64")
@@ -73,7 +74,7 @@ def test_without_the_overlay_it_is_unknown(overlay):
 
 def test_rows_of_another_reading_are_others():
     before = load()
-    forget()
+    reset()
     assert load() is not before
     assert load() != before
 

@@ -76,11 +76,6 @@ def entries() -> tuple[Compiled, ...]:
     return tuple(_COMPILED.values())
 
 
-def forget() -> None:
-    """Drop every compiled structure."""
-    _COMPILED.forget()
-
-
 def need_compiler(backend: str) -> None:
     """Import dynamo, which fails where it cannot make folders for its caches, and then for good.
 
