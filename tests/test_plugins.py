@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -232,3 +233,39 @@ def test_without_an_executor_it_is_an_error_of_the_table(site):
         TableError, match=r"any/other\.toml: backend\.module requires a module with an Executor"
     ):
         attnroute.attention(*tensors(), backend="other")
+
+
+UNREADABLE = {
+    "an egg without a name": (
+        "old.egg-info",
+        {"PKG-INFO": "Metadata-Version: 1.0\n", "entry_points.txt": ""},
+    ),
+    "no metadata": (
+        "empty-1.0.dist-info",
+        {"entry_points.txt": "[attnroute.backends]\nempty = empty.tables\n"},
+    ),
+    "bytes that are no text": ("odd-1.0.dist-info", {"METADATA": b"\xff\xfe", "entry_points.txt": b"\xff[x"}),
+    "no section": ("bare-1.0.dist-info", {"METADATA": "Name: bare\n", "entry_points.txt": "a = b\n"}),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_other_distributions_with_unreadable_metadata_change_nothing(site, case):
+    name, files = UNREADABLE[case]
+    (site / name).mkdir()
+    for file, text in files.items():
+        (site / name / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PluginWarning)
+        assert attnroute.explain(*tensors(), backend="toy").selected == "toy"
+
+
+def test_a_distribution_that_another_folder_of_the_path_shadows_is_no_second_one(site, tmp_path, monkeypatch):
+    older = tmp_path / "older"
+    shutil.copytree(site / "toy_attention-1.0.dist-info", older / "toy_attention-0.5.dist-info")
+    metadata = "Metadata-Version: 2.1\nName: toy-attention\nVersion: 0.5\n"
+    (older / "toy_attention-0.5.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(older)])
+    forget()
+    assert attnroute.explain(*tensors(), backend="toy").selected == "toy"

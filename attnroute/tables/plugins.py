@@ -95,11 +95,29 @@ def find() -> tuple[Plugin, ...]:
     Raises:
         TableError: Two of them have one name.
     """
-    points = metadata.entry_points(group=GROUP)
-    # A distribution that is on the path twice is found twice.
-    found = sorted({Plugin(p.name, p.value, _named(p)) for p in points})
+    first: dict[tuple[str, str], Plugin] = {}
+    for distribution in metadata.distributions():
+        for plugin in _plugins_of(distribution):
+            # A distribution that is on the path twice is found twice; the first one is imported.
+            first.setdefault((plugin.name, plugin.distribution.partition(" ")[0]), plugin)
+    found = sorted(first.values())
     _each_once([(plugin.name, plugin) for plugin in found], "name")
     return tuple(found)
+
+
+def _plugins_of(distribution: metadata.Distribution) -> list[Plugin]:
+    """Return the plug-ins of a distribution; none where its metadata cannot be read.
+
+    `metadata.entry_points` would raise for all distributions because of one of them.
+    """
+    try:
+        points = distribution.entry_points.select(group=GROUP)
+        name = f"{distribution.name} {distribution.version}" if points else ""
+    except BaseException as error:
+        if is_of_the_user(error):
+            raise
+        return []
+    return [Plugin(point.name, point.value, name) for point in points]
 
 
 def _each_once(pairs: list[tuple[str, Plugin]], what: str) -> None:
@@ -165,7 +183,3 @@ def _misplaced(place: Path, path: Path, own: list[str], shipped: Tables) -> Iter
             yield f"{place.as_posix()} requires [[prefer]] rows that name its own backends alone; got {got}"
     elif stem not in own:
         yield f"{place.as_posix()} requires the name of one of its backends, {', '.join(own)}"
-
-
-def _named(point: metadata.EntryPoint) -> str:
-    return "an unknown distribution" if point.dist is None else f"{point.dist.name} {point.dist.version}"
