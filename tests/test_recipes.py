@@ -83,7 +83,7 @@ def test_what_each_recipe_touches():
     titles = re.findall(r"^### (.*?):", RECIPES, re.MULTILINE)
     arch, backend, release, fault = [[Path(file) for file, _, _ in diff_of(title)] for title in titles]
     assert {file.parent.as_posix() for file in arch} == {"capability_tables/sm_122"}
-    assert [file.suffix for file in backend] == [".toml", ".py"]
+    assert [file.name for file in backend] == ["fa5.toml", "fa5.py", "fa5.toml"]
     assert len(release) == len(fault) == 1
 
 
