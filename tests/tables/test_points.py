@@ -108,8 +108,8 @@ def test_a_need_that_is_written_otherwise_is_seen(need):
     ("versions", "broken", "status"),
     [
         ({"xformers": "0.0.34"}, {}, "eligible"),
-        ({"xformers": "0.0.35"}, {}, "unknown"),
-        ({"flash-attn-3": "3.0.0", "xformers": "0.0.35"}, {}, "eligible"),
+        ({"xformers": "0.0.99"}, {}, "unknown"),
+        ({"flash-attn-3": "3.0.0", "xformers": "0.0.99"}, {}, "eligible"),
         ({"flash-attn-3": "3.0.0b1", "xformers": "0.0.34"}, {}, "unknown"),
         ({"flash-attn-3": "3.0.0b1", "xformers": "0.0.34"}, {"flash-attn-3": "no kernels"}, "eligible"),
     ],
