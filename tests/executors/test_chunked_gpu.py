@@ -8,7 +8,10 @@ from support.chunked_compare import Drawn, chunked_attention
 from support.chunked_compare import compare as compare_all
 from support.chunked_reference import error, reference, wide
 from support.chunked_tiling import tiling
+from support.spy import profiled
 
+import attnroute
+from attnroute import masks
 from attnroute.errors import ArgumentError
 from attnroute.executors.chunked import call as chunked_call
 from attnroute.masks.lowered.form import FULL, LoweredMask, MaskFunction
@@ -151,15 +154,22 @@ def test_fused_and_plain_steps_drop_alike(monkeypatch):
 
 @pytest.mark.parametrize("name", ["causal", "documents", "sink"])
 def test_compiled_equals_eager(name):
-    mask, arguments = feature(name, torch.bfloat16)
+    by_token = masks.Documents(ids=torch.arange(200, device="cuda") // 70) & masks.Causal()
+    sink = torch.linspace(-1, 2, 4, device="cuda", dtype=torch.bfloat16)
+    arguments = {
+        "causal": {"mask": masks.Causal()},
+        "documents": {"mask": by_token},
+        "sink": {"mask": masks.Causal(), "sink": sink.requires_grad_()},
+    }[name]
 
     def attend(*tensors):
-        return chunked_attention(*tensors, mask, **arguments)[0]
+        return attnroute.attention(*tensors, backend="chunked", **arguments)
 
     results = []
     for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
         tensors = inputs()
-        out = run(*tensors)
+        with profiled("chunked"):
+            out = run(*tensors)
         results.append((out, *torch.autograd.grad(out, tensors, torch.ones_like(out))))
     torch.compiler.reset()
     for got, want in zip(*results[::-1], strict=True):
