@@ -34,6 +34,7 @@ CORE_TESTS = (
     "tests/report",
     "tests/cli",
     "tests/test_memory.py",
+    "tests/test_plugins.py",
     "tests/test_policy_and_settings.py",
     "tests/test_suggestions.py",
 )
