@@ -15,8 +15,9 @@ from attnroute.engine.decide import decide
 from attnroute.engine.examples import Examples
 from attnroute.question.host import Host
 from attnroute.question.line import parse
+from attnroute.tables.folders import Tables
 from attnroute.tables.lint import lint
-from attnroute.tables.load import Tables, load
+from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,7 +23,8 @@ from attnroute.question.policy import Policy
 from attnroute.report.log import announce
 from attnroute.report.text import render_failure, render_quadratic
 from attnroute.settings import explain_mode
-from attnroute.tables.load import Tables, load
+from attnroute.tables.folders import Tables
+from attnroute.tables.load import load
 from attnroute.tables.providers import libraries_of
 from attnroute.vocabulary import Repair
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attnroute.engine.decision import Decision
     from attnroute.masks.lowered.form import Extent
     from attnroute.question.call import Call
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
 
 
 def guard_decision(decision: Decision, extent: Extent, tables: Tables) -> None:

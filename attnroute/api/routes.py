@@ -30,7 +30,8 @@ from attnroute.question.host import Host
 from attnroute.question.nodes import AnyNode, FunctionNode, NotNode
 from attnroute.question.policy import Policy
 from attnroute.report import log
-from attnroute.tables.load import Tables, load
+from attnroute.tables.folders import Tables
+from attnroute.tables.load import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable

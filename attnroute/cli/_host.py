@@ -13,7 +13,7 @@ from attnroute.question.host import Host
 from attnroute.report.sentences import listed
 from attnroute.tables.alternatives import names_in
 from attnroute.tables.cards import suggestion
-from attnroute.tables.load import Tables
+from attnroute.tables.folders import Tables
 from attnroute.tables.read import shipped_folder
 from attnroute.tables.releases import companions_of, known
 from attnroute.tables.versions import comparable, version_of

@@ -19,7 +19,7 @@ from attnroute.tables.load import load
 
 if TYPE_CHECKING:
     from attnroute.engine.decision import Decision
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
 
 SLOW_ONLY = 3
 

@@ -11,7 +11,8 @@ from attnroute.engine.decide import decide
 from attnroute.errors import printable
 from attnroute.question.line import parse
 from attnroute.settings import current
-from attnroute.tables.load import Tables, load
+from attnroute.tables.folders import Tables
+from attnroute.tables.load import load
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,7 +11,8 @@ from attnroute.cli._host import probed
 from attnroute.cli._parser import Parser
 from attnroute.report.json import escaped
 from attnroute.settings import current
-from attnroute.tables.load import ANY, Tables, load
+from attnroute.tables.folders import ANY, Tables
+from attnroute.tables.load import load
 from attnroute.tables.providers import libraries_of
 
 

@@ -9,7 +9,8 @@ from attnroute.errors import ArgumentError, did_you_mean, quoted
 from attnroute.memory import TABLES, cached
 from attnroute.report.rules import Row, render_row, row_json
 from attnroute.settings import current
-from attnroute.tables.load import Tables, load
+from attnroute.tables.folders import Tables
+from attnroute.tables.load import load
 from attnroute.tables.preferences import all_preferences
 
 

@@ -26,7 +26,7 @@ from attnroute.vocabulary import GRID_LIMIT
 
 if TYPE_CHECKING:
     from attnroute.tables.conditions import Spec
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
 
 Condition = tuple[str, "Spec"]
 

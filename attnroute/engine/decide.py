@@ -12,7 +12,8 @@ from attnroute.engine.select import Judgement, Selection, Stages, select
 from attnroute.question.call import Call
 from attnroute.question.host import Host
 from attnroute.question.policy import Policy
-from attnroute.tables.load import Tables, load
+from attnroute.tables.folders import Tables
+from attnroute.tables.load import load
 
 
 def decide(

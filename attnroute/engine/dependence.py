@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attnroute.engine.decision import Decision, Verdict
     from attnroute.question.call import Call
     from attnroute.tables.conditions import Spec, Tri
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
     from attnroute.tables.schema import Option, Preference
 
 OPEN: Final = frozenset({*LENGTH_FACTS, "batch"})

@@ -20,7 +20,7 @@ from attnroute.question.facts import Facts, needed_features
 from attnroute.question.host import Host
 from attnroute.tables.alternatives import alternatives, names_in, spare
 from attnroute.tables.conditions import Compiled, Tri, combine_and
-from attnroute.tables.load import Tables
+from attnroute.tables.folders import Tables
 from attnroute.tables.rows import FeatureRow, OptionRow, RuleRow
 from attnroute.tables.schema import BackendInfo, Option, Preference, Rule
 from attnroute.tables.versions import contains, version_of

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnroute.question.call import Call
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
     from attnroute.tables.rows import RuleRow
     from attnroute.tables.schema import BackendInfo, Rule
 

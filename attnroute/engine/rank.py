@@ -15,7 +15,7 @@ from attnroute.tables.rows import PreferenceRow
 from attnroute.vocabulary import Status
 
 if TYPE_CHECKING:
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
 
 Place = tuple[int, bool, bool, bool, bool, int, str]
 """Wished, not certain, slow tier, large mask, slow here, preferred place, name: the least comes first."""

@@ -20,7 +20,7 @@ from attnroute.question.call import Call
 from attnroute.question.host import Host
 from attnroute.question.normalize import normalize
 from attnroute.question.policy import Policy
-from attnroute.tables.load import Tables
+from attnroute.tables.folders import Tables
 from attnroute.tables.rows import PreferenceRow
 from attnroute.vocabulary import BUILD_MASKS, Repair, Status
 

@@ -16,7 +16,7 @@ from attnroute.question.normalize import normalize
 from attnroute.tables.versions import contains, version_of
 
 if TYPE_CHECKING:
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
     from attnroute.tables.schema import StockOrder
 
 MaskForm = Literal["none", "is_causal", "dense_mask", "dense_bias"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from attnroute.errors import ECHO, did_you_mean
 
 if TYPE_CHECKING:
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
 
 _SHARED: Final = re.compile(r"nvidia|geforce|tesla|quadro|jetson|agx|rtx|dgx")
 """Words that many cards share."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from attnroute.errors import TableError
 from attnroute.foreign import locate
 from attnroute.tables.alternatives import is_well_formed
-from attnroute.tables.load import ANY, SHARED, Tables
+from attnroute.tables.folders import ANY, SHARED, Tables
 from attnroute.tables.points import options_of, shared_points
 from attnroute.tables.preferences import all_preferences, placed, preferences
 from attnroute.tables.rows import OptionRow, PreferenceRow, RuleRow

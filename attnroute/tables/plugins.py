@@ -22,7 +22,7 @@ from attnroute.vocabulary import FEATURES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
 
 GROUP: Final = "attnroute.backends"
 """The entry points of plug-ins."""

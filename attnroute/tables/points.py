@@ -12,7 +12,7 @@ from attnroute.tables.versions import bound_of, contains, specifier
 if TYPE_CHECKING:
     from packaging.specifiers import Specifier
 
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
     from attnroute.tables.schema import Ranges
 
 

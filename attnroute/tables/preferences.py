@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from attnroute.errors import TableError
 from attnroute.memory import TABLES, cached
-from attnroute.tables.load import ANY
+from attnroute.tables.folders import ANY
 from attnroute.tables.read import read
 from attnroute.tables.rows import PreferenceRow
 from attnroute.tables.schema import ArchTable
 
 if TYPE_CHECKING:
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
 
 
 @cached(64, TABLES)

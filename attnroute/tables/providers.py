@@ -13,7 +13,7 @@ from attnroute.tables.alternatives import alternatives, names_in
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attnroute.tables.load import Tables
+    from attnroute.tables.folders import Tables
 
 Module = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
 _ANY: Final = "any"

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from attnroute.errors import TableError, did_you_mean
 from attnroute.question.host import ARCH
-from attnroute.tables.load import ANY, SEVERAL, SHARED
+from attnroute.tables.folders import ANY, SEVERAL, SHARED, Tables
 from attnroute.tables.read import shipped_folder
-
-if TYPE_CHECKING:
-    from attnroute.tables.load import Tables
 
 _RELEASES: Final = "releases.toml"
 _BESIDE: Final = frozenset({"schema.json"})

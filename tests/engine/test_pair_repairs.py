@@ -28,7 +28,8 @@ from attnroute.question.nodes import (
 )
 from attnroute.question.normalize import normalize
 from attnroute.question.policy import Policy
-from attnroute.tables.load import Tables, load
+from attnroute.tables.folders import Tables
+from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 from attnroute.tables.rows import RuleRow
 from attnroute.tables.schema import Evidence, Rule

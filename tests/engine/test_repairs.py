@@ -25,7 +25,8 @@ from attnroute.question.nodes import (
     WindowNode,
 )
 from attnroute.question.normalize import normalize
-from attnroute.tables.load import Tables, load
+from attnroute.tables.folders import Tables
+from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 from attnroute.tables.rows import RuleRow
 from attnroute.tables.schema import Evidence, Rule

@@ -8,7 +8,8 @@ from support.own_tables import put
 from attnroute.cli import main
 from attnroute.engine.examples import Examples, read_example
 from attnroute.settings import reload
-from attnroute.tables.load import Tables, load
+from attnroute.tables.folders import Tables
+from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 
 SHIPPED = load()

@@ -13,8 +13,9 @@ from attnroute.memory import reset
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.settings import reload
+from attnroute.tables.folders import Tables
 from attnroute.tables.lint import lint
-from attnroute.tables.load import Tables, load
+from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 
 CALL = parse("bf16 b1 hq8 sq64 d64")

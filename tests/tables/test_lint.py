@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from support.own_tables import own_overlay
 
+from attnroute.tables.folders import Tables
 from attnroute.tables.lint import lint
-from attnroute.tables.load import Tables, load
+from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 
 TODAY = datetime.date(2026, 11, 27)

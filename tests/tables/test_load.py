@@ -9,7 +9,8 @@ from support.small_tables import BACKEND, EVIDENCE, arch, feature, ids, rule, sm
 
 from attnroute.errors import TableError
 from attnroute.tables import read as read_module
-from attnroute.tables.load import Tables, load
+from attnroute.tables.folders import Tables
+from attnroute.tables.load import load
 from attnroute.tables.preferences import in_order, placed, preferences
 from attnroute.tables.read import shipped_folder
 

@@ -12,7 +12,7 @@ from attnroute.engine.options import Options, options_for
 from attnroute.errors import TableError
 from attnroute.question.call import Call
 from attnroute.question.host import Host
-from attnroute.tables.load import Tables
+from attnroute.tables.folders import Tables
 
 EVIDENCE = 'evidence = [{ kind = "own", ref = "this test" }]'
 BACKEND = """

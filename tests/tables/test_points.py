@@ -15,7 +15,8 @@ from attnroute.errors import TableError
 from attnroute.question.host import Host
 from attnroute.question.line.reading import parse
 from attnroute.tables.alternatives import alternatives, is_well_formed, names_in
-from attnroute.tables.load import Tables, load
+from attnroute.tables.folders import Tables
+from attnroute.tables.load import load
 from attnroute.tables.points import end_of, points
 from attnroute.tables.read import shipped_folder
 from attnroute.tables.versions import contains

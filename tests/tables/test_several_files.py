@@ -6,7 +6,7 @@ import pytest
 from support.small_tables import BACKEND, EVIDENCE, ids, rule, small_tables, write
 
 from attnroute.errors import TableError
-from attnroute.tables.load import Tables
+from attnroute.tables.folders import Tables
 
 
 @pytest.fixture
