@@ -67,10 +67,10 @@ def reroute(
     raise error
 
 
-def _record(choice: Choice, backend: str, said: str) -> bool:
+def _record(choice: Choice, backend: str, reason: str) -> bool:
     """Remember a refusal, and forget the routes that it makes wrong."""
     signature = _signature(choice)
-    is_new = failures.record(signature, backend, said)
+    is_new = failures.record(signature, backend, reason)
     routes.drop(backend, lambda other: _signature(other) == signature)
     return is_new
 
@@ -82,10 +82,10 @@ def _signature(choice: Choice) -> object:
 def _replaced(found: Replaced) -> None:
     """Warn about a kernel that its executor replaced, and keep later calls of this kind away from it."""
     gone = routes.drop(found.backend, lambda choice: _concerns(choice.call, found))
-    is_new = failures.record(("replaced", *found[1:]), found.backend, found.said)
-    new = [c for c in gone if failures.record(_signature(c), found.backend, found.said)]
+    is_new = failures.record(("replaced", *found[1:]), found.backend, found.reason)
+    new = [c for c in gone if failures.record(_signature(c), found.backend, found.reason)]
     if new or (is_new and not gone):
-        text = render_replaced(found.backend, found.said, found.instead, new[0].decision() if new else None)
+        text = render_replaced(found.backend, found.reason, found.instead, new[0].decision() if new else None)
         warn_user(text, RerouteWarning)
 
 

@@ -1,8 +1,8 @@
-"""The border between what a package refuses and what its kernel does.
+"""Turns what a package raises before it launches a kernel into one error, `KernelRefusedError`.
 
-Until a kernel is launched nothing has happened, so another backend can run the call. A package refuses in
-many ways: asserts, type errors, compilers that give up. `before_launch` makes one error of them, and lets
-through what the device says, after which nobody knows what ran.
+Before the launch nothing ran on the device, so another backend can run the call. Packages refuse calls in
+many ways: asserts, type errors, compilers that fail. Errors of the device pass unchanged, because after one
+of them it is unknown what ran.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LINE_LIMIT: Final = 200
-"""Characters of what a package said that are kept."""
+"""Most characters of a package's error that are kept."""
 _COLORS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _NO_REFUSALS: Final = frozenset(
     {"AcceleratorError", "DSLCudaRuntimeError", "MemoryError", "OutOfMemoryError", "_StopRecomputationError"}
 )
 """Names of exceptions: older versions of torch lack some, and one is no part of torch. With the last one
 activation checkpointing ends a recompute that has made all that is needed."""
-_DEVICE_WORDS: Final = re.compile(
+_DEVICE_ERRORS: Final = re.compile(
     r"cuda (driver |runtime )?error|cudaerror|cuda_error_|hip error|triton error|device-side assert"
     r"|out of memory|cudnn_status_(execution_failed|internal_error)",
     re.IGNORECASE,
 )
-"""What errors of the device say, whatever class they have."""
+"""Texts of device errors. Packages raise them as RuntimeError too, so the class alone does not tell."""
 
 
 class Replaced(NamedTuple):
@@ -42,16 +42,16 @@ class Replaced(NamedTuple):
 
     Attributes:
         backend: Whose kernel it is.
-        said: What the package said, in one line.
+        reason: The package's error, in one line.
         instead: Whose kernel ran.
         training: It belongs to calls that ask for gradients.
-        dtype: Of the tensors, as "bfloat16"; None = not told, as the head dimensions.
+        dtype: Of the tensors, as "bfloat16"; None = not known, as the head dimensions.
         head_dim_qk: As the kernel got it, padded perhaps.
         head_dim_v: The same of the value.
     """
 
     backend: str
-    said: str
+    reason: str
     instead: str
     training: bool = True
     dtype: str | None = None
@@ -73,14 +73,15 @@ def listen(listener: Listener) -> None:
 
 
 def before_launch(
-    backend: str, *, what: Callable[[], Hashable] | None = None, draws_on: torch.device | None = None
+    backend: str, *, key: Callable[[], Hashable] | None = None, draws_on: torch.device | None = None
 ) -> _BeforeLaunch:
     """Make one error of all ways in which a package refuses a call; used around the launch of its kernel.
 
     Args:
         backend: Whose kernel it is.
-        what: Says what makes code of its own, by which a refusal is remembered: the package is not asked
-            again. It is called only where there is a refusal. None = ask the package every time.
+        key: Returns what the package compiles a kernel for. A refusal is remembered under it, and the next
+            such call is refused without the package. It is called only where there is a refusal. None =
+            remember nothing.
         draws_on: The device whose random numbers the package draws before the launch, None where it draws
             none: a kernel that did not run has drawn none.
 
@@ -88,25 +89,25 @@ def before_launch(
         A context manager. Leaving it raises KernelRefusedError from what the package raised, but for errors
         of the device, a lack of memory and our own errors, which pass.
     """
-    return _BeforeLaunch(backend, what, draws_on)
+    return _BeforeLaunch(backend, key, draws_on)
 
 
 class _BeforeLaunch:
-    __slots__ = ("_backend", "_draws_on", "_state", "_what")
+    __slots__ = ("_backend", "_draws_on", "_key", "_state")
 
     def __init__(
-        self, backend: str, what: Callable[[], Hashable] | None, draws_on: torch.device | None
+        self, backend: str, key: Callable[[], Hashable] | None, draws_on: torch.device | None
     ) -> None:
         self._backend = backend
-        self._what = what
+        self._key = key
         self._draws_on = draws_on
         self._state: Tensor | None = None
 
     def __enter__(self) -> None:
-        if _REFUSED and self._what is not None:
-            said = _REFUSED.get((self._backend, self._what()))
-            if said is not None:
-                raise _refusal(self._backend, said)
+        if _REFUSED and self._key is not None:
+            reason = _REFUSED.get((self._backend, self._key()))
+            if reason is not None:
+                raise _refusal(self._backend, reason)
         if self._draws_on is not None and not _is_captured(self._draws_on):
             self._state = _generator(self._draws_on).get_state()
 
@@ -117,19 +118,19 @@ class _BeforeLaunch:
             return
         if self._state is not None and self._draws_on is not None:
             _generator(self._draws_on).set_state(self._state)
-        said = said_by(error)
-        if self._what is not None:
+        reason = _summary(error)
+        if self._key is not None:
             # The text alone: an exception holds the frames that it went through, with their tensors.
-            _REFUSED.put((self._backend, self._what()), said)
-        raise _refusal(self._backend, said) from error
+            _REFUSED.put((self._backend, self._key()), reason)
+        raise _refusal(self._backend, reason) from error
 
 
-def _refusal(backend: str, said: str) -> KernelRefusedError:
+def _refusal(backend: str, reason: str) -> KernelRefusedError:
     message = (
-        f"backend {backend} refused this call before its kernel was launched: {said}; pass another"
+        f"backend {backend} refused this call before its kernel was launched: {reason}; pass another"
         f' backend, or keep this one away with override(ban="{backend}").'
     )
-    return KernelRefusedError(message, backend, said)
+    return KernelRefusedError(message, backend, reason)
 
 
 def _is_refusal(error: BaseException) -> bool:
@@ -139,18 +140,18 @@ def _is_refusal(error: BaseException) -> bool:
     while link is not None:
         if _NO_REFUSALS.intersection(cls.__name__ for cls in type(link).__mro__):
             return False
-        if _DEVICE_WORDS.search(str(link)):
+        if _DEVICE_ERRORS.search(str(link)):
             return False
         link = link.__cause__
     return True
 
 
-def said_by(error: BaseException) -> str:
-    """Return what a package said in one line: the class of its error and the first line of the text."""
+def _summary(error: BaseException) -> str:
+    """Return an error in one line: its class and the first line of its text."""
     lines = (line.strip() for line in _COLORS.sub("", str(error)).splitlines())
     first = next((line for line in lines if line), "")
-    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return said if len(said) <= _LINE_LIMIT else f"{said[: _LINE_LIMIT - 3]}..."
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return text if len(text) <= _LINE_LIMIT else f"{text[: _LINE_LIMIT - 3]}..."
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -161,7 +162,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _is_captured(device: torch.device) -> bool:
-    """Random numbers of a captured graph are those of its replays, which nobody can put back."""
+    """Return whether a CUDA graph is being captured: it draws at its replays, so nothing can be put back."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -173,7 +174,7 @@ def note_backward_failure(
     training: bool = True,
     qkv: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Tell that a kernel was refused where only its executor could replace it: in a backward, in a graph.
+    """Report a kernel that was refused where only its executor could replace it: in a backward, in a graph.
 
     The user is warned once, and later calls of this kind go to another backend from the start.
 

@@ -86,7 +86,7 @@ class Plan:
     may_reroute: bool = False
 
 
-class Ran(NamedTuple):
+class ForwardResult(NamedTuple):
     """What a kernel's forward alone gives.
 
     Attributes:
@@ -109,12 +109,12 @@ class Pair:
 
     Attributes:
         forward: Runs the kernel, recording no gradient.
-        backward: Returns the gradients for `out` and `lse` of a `Ran`, which need not be those that this
-            forward gave; here lse is +inf in rows with no key.
+        backward: Returns the gradients for `out` and `lse` of a `ForwardResult`, which
+            need not be those that this forward gave; here lse is +inf in rows with no key.
     """
 
-    forward: Callable[[Inputs, Plan], Ran]
-    backward: Callable[[Inputs, Plan, Ran, Tensor, Wanted], Grads]
+    forward: Callable[[Inputs, Plan], ForwardResult]
+    backward: Callable[[Inputs, Plan, ForwardResult, Tensor, Wanted], Grads]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ BACKWARD = "backward of float64, head dimensions 8, 8"
 class Kernel:
     """Zeros of the right shapes; a launch takes as long as it is told, and may warn or raise."""
 
-    says_infinity = False
+    gives_infinity = False
     seconds = 0.0
     warns = False
     raising = None

@@ -28,7 +28,7 @@ def fresh():
 def launch(raising=None, asked=None, draws=0, what=None, **rest):
     """Ask a package for a kernel, as an executor does."""
     code = None if what is None else lambda: what
-    with before_launch(rest.pop("backend", "alpha"), what=code, **rest):
+    with before_launch(rest.pop("backend", "alpha"), key=code, **rest):
         torch.rand(draws)
         if asked is not None:
             asked.append(1)
@@ -88,10 +88,10 @@ def test_our_own_errors_pass(kind):
 
 @pytest.mark.parametrize("given", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
 def test_what_is_no_exception_passes(given):
-    with pytest.raises(type(given)) as caught, before_launch("alpha", what=lambda: 1):
+    with pytest.raises(type(given)) as caught, before_launch("alpha", key=lambda: 1):
         raise given
     assert caught.value is given
-    with before_launch("alpha", what=lambda: 1):
+    with before_launch("alpha", key=lambda: 1):
         pass
 
 
@@ -106,7 +106,7 @@ def test_a_cause_of_the_device_is_found_behind_other_errors():
 def test_without_an_error_nothing_happens():
     before = torch.get_rng_state()
     for _ in range(2):
-        with before_launch("alpha", what=lambda: "code", draws_on=CPU):
+        with before_launch("alpha", key=lambda: "code", draws_on=CPU):
             result = 3
     assert result == 3
     assert torch.equal(torch.get_rng_state(), before)
@@ -137,7 +137,7 @@ def test_what_the_device_says_is_not_remembered():
 
 def test_a_remembered_refusal_keeps_no_tensor_alive():
     def fails(tensor):
-        with before_launch("alpha", what=lambda: "code"):
+        with before_launch("alpha", key=lambda: "code"):
             raise ValueError(f"shape {tuple(tensor.shape)}")
 
     tensor = torch.zeros(3)

@@ -28,7 +28,7 @@ from attnroute.executors.chunked import from_lse
 from attnroute.executors.packages import cudnn_fe
 from attnroute.executors.prepare import apply as repairs
 from attnroute.executors.prepare.apply import run_repaired
-from attnroute.executors.protocol import Inputs, Ran
+from attnroute.executors.protocol import ForwardResult, Inputs
 from attnroute.memory import reset
 
 
@@ -261,7 +261,7 @@ def test_softcap_and_slopes_are_those_of_both(package, slopes, softcap, nothing)
         extras = {n: getattr(given, n) for n in ("scale", "softcap", "alibi_slopes", "sink")}
         allowed = allowed_by(given.mask, (2, 4, 9, 6))
         out, lse = attend(given.query, given.key, given.value, allowed=allowed, **extras)
-        return Ran(out, lse.masked_fill(lse == -math.inf, nothing).float())
+        return ForwardResult(out, lse.masked_fill(lse == -math.inf, nothing).float())
 
     mask = masks.Window(2, 1, "bottom_right")
     extras = {"softcap": softcap, "alibi_slopes": slopes and torch.rand(slopes).double(), "scale": 0.6}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
-from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
+from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.strides import fitted, watch
 
 
@@ -19,23 +19,23 @@ def run(inputs: Inputs, plan: Plan) -> Output:
     return out, lse.view(out.shape[:3]) if plan.return_lse else None
 
 
-def forward(inputs: Inputs, _: Plan) -> Ran:
+def forward(inputs: Inputs, _: Plan) -> ForwardResult:
     """Run the operator and keep what `backward` takes beside output and log-sum-exp."""
     out, lse, *rest = _operator(inputs, keep_lse=True)
-    return Ran(out, lse.view(out.shape[:3]), (lse.shape, *rest))
+    return ForwardResult(out, lse.view(out.shape[:3]), (lse.shape, *rest))
 
 
-def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted) -> Grads:
+def backward(inputs: Inputs, _: Plan, result: ForwardResult, grad_out: Tensor, wanted: Wanted) -> Grads:
     """Run the operator's backward; the kernel makes all three gradients or none."""
-    shape, sums_q, sums_kv, max_q, max_kv, seed, offset, *_rest = ran.rest
+    shape, sums_q, sums_kv, max_q, max_kv, seed, offset, *_rest = result.rest
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        fitted(grad_out, ran.out, as_output=True),
+        fitted(grad_out, result.out, as_output=True),
         inputs.query,
         inputs.key,
         inputs.value,
-        ran.out,
+        result.out,
         # Before 9.26 some kernels take it to be packed, whatever its strides say (NVIDIA/cudnn-frontend#304).
-        ran.lse.contiguous().view(shape),
+        result.lse.contiguous().view(shape),
         seed,
         offset,
         attn_of(inputs),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnroute.executors.prepare.apply import empty_rows
-from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
+from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.form import as_4d
 
@@ -32,22 +32,22 @@ def run(inputs: Inputs, plan: Plan) -> Output:
     return out, _unpadded(lse, inputs) if plan.return_lse else None
 
 
-def forward(inputs: Inputs, _: Plan) -> Ran:
+def forward(inputs: Inputs, _: Plan) -> ForwardResult:
     """Run the operator and keep what `backward` takes beside output and log-sum-exp."""
     out, lse, *rest = _operator(inputs, keep_lse=True)
-    return Ran(out, _unpadded(lse, inputs), tuple(rest))
+    return ForwardResult(out, _unpadded(lse, inputs), tuple(rest))
 
 
-def backward(inputs: Inputs, _: Plan, ran: Ran, grad_out: Tensor, wanted: Wanted) -> Grads:
+def backward(inputs: Inputs, _: Plan, result: ForwardResult, grad_out: Tensor, wanted: Wanted) -> Grads:
     """Run the backward of the operator that `forward` ran; a bias gets a gradient where one is wanted."""
-    lse = pad(ran.lse, (0, -ran.lse.shape[-1] % LSE_ROWS), value=math.inf)
+    lse = pad(result.lse, (0, -result.lse.shape[-1] % LSE_ROWS), value=math.inf)
     # The kernel takes the output's rows to lie heads after heads, as its forward writes them.
-    out = ran.out.transpose(1, 2).contiguous().transpose(1, 2)
+    out = result.out.transpose(1, 2).contiguous().transpose(1, 2)
     grad_out = fitted(grad_out, out)
     high = _causal_band(inputs)
     if high:
-        return _bottom_right_backward(inputs, Ran(out, lse, ran.rest), grad_out)
-    seed, offset = ran.rest
+        return _bottom_right_backward(inputs, ForwardResult(out, lse, result.rest), grad_out)
+    seed, offset = result.rest
     grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
         grad_out,
         inputs.query,
@@ -122,11 +122,11 @@ def _bottom_right(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
     return out.transpose(1, 2), lse, seed, offset
 
 
-def _bottom_right_backward(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
+def _bottom_right_backward(inputs: Inputs, result: ForwardResult, grad_out: Tensor) -> Grads:
     query, key, value, out, grad = (
-        t.transpose(1, 2) for t in (inputs.query, inputs.key, inputs.value, ran.out, grad_out)
+        t.transpose(1, 2) for t in (inputs.query, inputs.key, inputs.value, result.out, grad_out)
     )
-    seed, offset = ran.rest
+    seed, offset = result.rest
     *grads, _ = torch.ops.aten._efficient_attention_backward.default(
         grad,
         query,
@@ -138,7 +138,7 @@ def _bottom_right_backward(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
         None,
         query.shape[1],
         key.shape[1],
-        ran.lse,
+        result.lse,
         inputs.dropout_p,
         seed,
         offset,

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnroute.executors.aten import flash_backward
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.prepare.apply import empty_rows
-from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
+from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.ragged import Ragged, per_token, rows_of, whole_rows, window_sizes
 from attnroute.executors.strides import fitted, watch
 
@@ -30,25 +30,25 @@ def run(inputs: Inputs, plan: Plan) -> Output:
     return out, _minus_infinity(lse) if plan.return_lse else None
 
 
-def forward(inputs: Inputs, plan: Plan) -> Ran:
+def forward(inputs: Inputs, plan: Plan) -> ForwardResult:
     """Run what `run` runs, and keep what `backward` takes beside output and log-sum-exp."""
     if plan.device_type == "cpu":
         out, lse = _cpu(inputs, return_lse=True)
-        return Ran(out, cast("Tensor", lse))
+        return ForwardResult(out, cast("Tensor", lse))
     out, lse, *rest = _cuda(inputs, plan)
-    return Ran(out, _minus_infinity(lse), tuple(rest))
+    return ForwardResult(out, _minus_infinity(lse), tuple(rest))
 
 
-def backward(inputs: Inputs, plan: Plan, ran: Ran, grad_out: Tensor, _: Wanted) -> Grads:
+def backward(inputs: Inputs, plan: Plan, result: ForwardResult, grad_out: Tensor, _: Wanted) -> Grads:
     """Run the backward of the operator that `forward` ran; it makes all gradients but the mask's."""
     if plan.device_type == "cpu":
-        return flash_backward.cpu(inputs, ran, grad_out)
-    grad_out = fitted(grad_out, ran.out)
+        return flash_backward.cpu(inputs, result, grad_out)
+    grad_out = fitted(grad_out, result.out)
     if _is_plain(inputs) and "to_varlen" not in plan.repairs:
-        return flash_backward.plain(inputs, ran, grad_out)
+        return flash_backward.plain(inputs, result, grad_out)
     if "to_varlen" in plan.repairs or _misses_keys(inputs):
-        return flash_backward.ragged(inputs, ran, grad_out)
-    return flash_backward.window(inputs, ran, grad_out)
+        return flash_backward.ragged(inputs, result, grad_out)
+    return flash_backward.window(inputs, result, grad_out)
 
 
 def _cuda(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:

@@ -15,18 +15,18 @@ from attnroute.executors.ragged import per_sequence, window_sizes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnroute.executors.protocol import Grads, Inputs, Ran
+    from attnroute.executors.protocol import ForwardResult, Grads, Inputs
 
 
-def cpu(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
+def cpu(inputs: Inputs, result: ForwardResult, grad_out: Tensor) -> Grads:
     """Run the backward of the CPU kernel."""
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         grad_out,
         inputs.query,
         inputs.key,
         inputs.value,
-        ran.out,
-        ran.lse,
+        result.out,
+        result.lse,
         inputs.dropout_p,
         is_causal(inputs),
         attn_mask=attn_of(inputs),
@@ -35,16 +35,16 @@ def cpu(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
     return *grads, None
 
 
-def plain(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
+def plain(inputs: Inputs, result: ForwardResult, grad_out: Tensor) -> Grads:
     """Run the backward of the call without a window."""
-    sums_q, sums_kv, longest_q, longest_kv, seed, offset, *_ = ran.rest
+    sums_q, sums_kv, longest_q, longest_kv, seed, offset, *_ = result.rest
     grads = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
         grad_out,
         inputs.query,
         inputs.key,
         inputs.value,
-        ran.out,
-        ran.lse.contiguous(),
+        result.out,
+        result.lse.contiguous(),
         sums_q,
         sums_kv,
         longest_q,
@@ -58,21 +58,21 @@ def plain(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
     return *grads, None
 
 
-def window(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
+def window(inputs: Inputs, result: ForwardResult, grad_out: Tensor) -> Grads:
     """Run the backward of the call with a window over whole rows."""
-    seed, offset, *_ = ran.rest
+    seed, offset, *_ = result.rest
     lengths = (inputs.query.shape[2], inputs.key.shape[2])
-    tensors = tuple(t.transpose(1, 2) for t in _tensors(inputs, ran, grad_out))
-    grads = _lower(inputs, tensors, ran.lse, (None, None, *lengths), (seed, offset))
+    tensors = tuple(t.transpose(1, 2) for t in _tensors(inputs, result, grad_out))
+    grads = _lower(inputs, tensors, result.lse, (None, None, *lengths), (seed, offset))
     query, key, value = (t.transpose(1, 2) for t in grads)
     return query, key, value, None
 
 
-def ragged(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
+def ragged(inputs: Inputs, result: ForwardResult, grad_out: Tensor) -> Grads:
     """Run the backward of the call on sequences."""
-    seed, offset, sums_q, sums_kv, longest_q, longest_kv, is_padded = ran.rest
-    tensors = tuple(t.transpose(1, 2).flatten(0, 1) for t in _tensors(inputs, ran, grad_out))
-    lse = ran.lse.transpose(0, 1).flatten(1)
+    seed, offset, sums_q, sums_kv, longest_q, longest_kv, is_padded = result.rest
+    tensors = tuple(t.transpose(1, 2).flatten(0, 1) for t in _tensors(inputs, result, grad_out))
+    lse = result.lse.transpose(0, 1).flatten(1)
     if is_padded:
         lse = per_sequence(lse, sums_q, longest_q)
     grads = _lower(inputs, tensors, lse, (sums_q, sums_kv, longest_q, longest_kv), (seed, offset))
@@ -81,8 +81,8 @@ def ragged(inputs: Inputs, ran: Ran, grad_out: Tensor) -> Grads:
     return query, key, value, None
 
 
-def _tensors(inputs: Inputs, ran: Ran, grad_out: Tensor) -> tuple[Tensor, ...]:
-    return grad_out, inputs.query, inputs.key, inputs.value, ran.out
+def _tensors(inputs: Inputs, result: ForwardResult, grad_out: Tensor) -> tuple[Tensor, ...]:
+    return grad_out, inputs.query, inputs.key, inputs.value, result.out
 
 
 def _lower(

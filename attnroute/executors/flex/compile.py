@@ -82,7 +82,7 @@ def need_compiler(backend: str) -> None:
     Raises:
         KernelRefusedError: It cannot be imported; the text is that of the first attempt.
     """
-    with before_launch(backend, what=lambda: "torch.compile"):
+    with before_launch(backend, key=lambda: "torch.compile"):
         import_module("torch._dynamo")
 
 

@@ -1,7 +1,7 @@
 """Bands as cuDNN's attention graph counts them, and which tokens a band leaves alone.
 
 The graph counts from either corner, and each side has at least its diagonal: no side is negative. A request
-counts from the bottom right, where a band that was said from the top left may have a negative side.
+counts from the bottom right, where a band that the caller counts from the top left may have a negative side.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ def _plus(side: int | None, offset: int) -> int | None:
     return None if side is None else side + offset
 
 
-def zero_unattended_rows(request: Request, ran: Launched) -> Launched:
+def zero_unattended_rows(request: Request, result: Launched) -> Launched:
     """Return a ragged forward's results with zeros and the log-sum-exp of nothing for queries without keys.
 
     cuDNN before 9.25 gives NaN for sequences of no length (NVIDIA/cudnn-frontend#943).
     """
     empty = unattended_queries(request)
     nothing = -math.inf if request.sink is None else request.sink.float()[:, None]
-    lse = torch.where(empty, nothing, ran.lse)
-    return ran._replace(out=ran.out.masked_fill(empty[:, None, None], 0.0), lse=lse)
+    lse = torch.where(empty, nothing, result.lse)
+    return result._replace(out=result.out.masked_fill(empty[:, None, None], 0.0), lse=lse)
 
 
 def zero_unattended_gradients(request: Request, grads: Gradients) -> Gradients:

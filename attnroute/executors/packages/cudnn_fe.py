@@ -51,20 +51,20 @@ class _Kernel:
             return Launched(to_bhsd(request, out), lse.squeeze(-1))
         return zero_unattended_rows(request, Launched(out, lse.squeeze(-1).T))
 
-    def backward(self, request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
+    def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch `cudnn::sdpa_bwd`, which makes its weights from the log-sum-exp and so needs no sink."""
         # What has no key weighs nothing: exp(-inf - inf) is 0 where exp(-inf + inf) is NaN.
-        lse = ran.lse.masked_fill(ran.lse == -math.inf, math.inf)
+        lse = result.lse.masked_fill(result.lse == -math.inf, math.inf)
         grads = _operators().sdpa_bwd(
             grad_out=_heads_first(request, grad_out),
-            o=_heads_first(request, ran.out),
+            o=_heads_first(request, result.out),
             lse=_rows(request, lse),
             **_inputs(request),
             **_settings(request),
             is_deterministic=request.deterministic,
         )
         query, key, value = (_heads_first(request, g) for g in grads)
-        made = Gradients(query, key, value, sink_gradient(request, ran.out, lse, grad_out))
+        made = Gradients(query, key, value, sink_gradient(request, result.out, lse, grad_out))
         return zero_unattended_gradients(request, made) if request.is_ragged else made
 
 

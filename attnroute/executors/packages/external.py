@@ -1,9 +1,9 @@
-"""Kernels of other packages: one way for eager calls, torch.compile, sinks and pairs.
+"""Runs kernels of other packages, eagerly and in compiled graphs, with gradients.
 
-A package says how its kernel is launched, forward and backward (`Kernel`). `External` is the backend's
-executor. For graphs it makes two operators, `attnroute::<backend>` and `attnroute::<backend>_backward`, with
-what a tracer needs to know of them; eager calls take an autograd function instead, because an operator of
-Python costs the host several times as much. Profiles and dispatch modes see a mark with the operator's name.
+A `Kernel` launches a package's forward and backward. `External` makes the backend's executor from it.
+Compiled graphs get two operators, `attnroute::<backend>` and `attnroute::<backend>_backward`. Eager calls use
+an autograd function instead, because an operator of Python costs the host several times as much; profilers
+and dispatch modes see them under the operators' names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from attnroute.executors.packages.request import (
     request_of,
     to_bhsd,
 )
-from attnroute.executors.protocol import Executor, Grads, Inputs, Output, Pair, Plan, Ran, Wanted
+from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.strides import fitted
 from attnroute.masks.tracing import is_traced
 
@@ -49,15 +49,15 @@ _NO_MARK: AbstractContextManager[Any] = nullcontext()
 class Kernel(Protocol):
     """How a package's kernel is launched. Both run without autograd, inside `before_launch`.
 
-    A kernel whose log-sum-exp is never +inf may say `says_infinity = False`, which saves two small kernels;
-    one that takes padded batches in layout bhsd says `heads_first = True` and is spared views, which cost the
-    host.
+    A kernel whose log-sum-exp is never +inf may set `gives_infinity = False`, which saves two small kernels.
+    One that takes padded batches in layout bhsd sets `heads_first = True`, which saves views, and so time on
+    the host.
     """
 
     def forward(self, request: Request, /) -> Launched:
         """Launch the forward kernel."""
 
-    def backward(self, request: Request, ran: Launched, grad_out: Tensor, /) -> Gradients:
+    def backward(self, request: Request, result: Launched, grad_out: Tensor, /) -> Gradients:
         """Launch the backward kernel for an output and log-sum-exp, -inf in rows with no key.
 
         They need not be those of this kernel's forward: with a sink that was added through the log-sum-exp
@@ -77,7 +77,7 @@ class External:
         """
         self._backend = backend
         self._kernel = kernel
-        self._says_infinity = getattr(kernel, "says_infinity", True)
+        self._gives_infinity = getattr(kernel, "gives_infinity", True)
         self._heads_first = getattr(kernel, "heads_first", False)
         self._forward, self._backward = register(
             backend,
@@ -115,21 +115,23 @@ class External:
         # The backward knows no gradient of the log-sum-exp.
         return out, lse.detach() if plan.return_lse else None
 
-    def forward(self, inputs: Inputs, plan: Plan) -> Ran:
+    def forward(self, inputs: Inputs, plan: Plan) -> ForwardResult:
         """Run the forward alone, recording no gradient."""
         in_graph = _is_in_graph(inputs.query)
         request = self._request_of(inputs, plan, in_graph=in_graph)
         with torch.no_grad():
             out, lse, state = self._forward(*request) if in_graph else self._launch_forward(request)
-        return Ran(*padded(request, out, lse, inputs), (state,))
+        return ForwardResult(*padded(request, out, lse, inputs), (state,))
 
-    def backward(self, inputs: Inputs, plan: Plan, ran: Ran, grad_out: Tensor, _: Wanted) -> Grads:
+    def backward(
+        self, inputs: Inputs, plan: Plan, result: ForwardResult, grad_out: Tensor, _: Wanted
+    ) -> Grads:
         """Run the backward alone."""
         in_graph = _is_in_graph(grad_out)
         request = self._request_of(inputs, plan, in_graph=in_graph)
-        out, lse = packed(request, ran.out, ran.lse)
-        grad, _lse = packed(request, grad_out, ran.lse)
-        launched = Launched(out, lse, ran.rest[0])
+        out, lse = packed(request, result.out, result.lse)
+        grad, _lse = packed(request, grad_out, result.lse)
+        launched = Launched(out, lse, result.rest[0])
         if in_graph:
             grads = Gradients(*self._backward(grad, *launched, *request))
         else:
@@ -157,21 +159,21 @@ class External:
             out, lse = fallback.forward(request)
             state = None
         lse = lse.float()
-        if self._says_infinity and reads_lse:
-            # -inf for rows with no key, whatever the kernel says.
+        if self._gives_infinity and reads_lse:
+            # -inf for rows with no key, where kernels give either infinity.
             lse = lse.masked_fill(lse == torch.inf, -torch.inf)
         return Launched(out, lse, state)
 
-    def _launch_backward(self, grad_out: Tensor, ran: Launched, request: Request) -> Gradients:
+    def _launch_backward(self, grad_out: Tensor, result: Launched, request: Request) -> Gradients:
         try:
             with self._guarded("backward", request), self._shown("backward", request):
-                return self._kernel.backward(request, ran, fitted(grad_out, ran.out))
+                return self._kernel.backward(request, result, fitted(grad_out, result.out))
         except KernelRefusedError as error:
             # Output and log-sum-exp are the same whatever kernel made them, so another one can go on.
             if request.fallback == "none" or request.dropout_p:
                 raise
             self._note(error, request)
-            return fallback.backward(request, ran, grad_out)
+            return fallback.backward(request, result, grad_out)
 
     def _forward_of_graphs(self, *arguments: Any) -> tuple[Tensor, ...]:
         """An operator's outputs lie as its fake ones do, and own their memory."""
@@ -181,21 +183,23 @@ class External:
 
     def _backward_of_graphs(self, *arguments: Any) -> tuple[Tensor, ...]:
         grad_out, out, lse, state, *fields = arguments
-        ran = Launched(out, lse, state if state.numel() else None)
-        *grads, sink = self._launch_backward(grad_out, ran, Request(*fields))
+        result = Launched(out, lse, state if state.numel() else None)
+        *grads, sink = self._launch_backward(grad_out, result, Request(*fields))
         sink = out.new_empty(0, dtype=torch.float32) if sink is None else sink
         return *(g.contiguous() for g in grads), sink.contiguous()
 
     def _guarded(self, direction: str, request: Request) -> AbstractContextManager[None]:
-        """Make refusals one error; those that another kernel answers are not asked for twice."""
-        what = None if request.fallback == "none" else lambda: (direction, *_code_of(request))
+        """Make refusals one error; those that another kernel replaces are remembered."""
+        key = None if request.fallback == "none" else lambda: (direction, *_specialization_key(request))
         draws_on = request.query.device if request.dropout_p else None
-        return launch.before_launch(self._backend, what=what, draws_on=draws_on)
+        return launch.before_launch(self._backend, key=key, draws_on=draws_on)
 
     def _shown(self, direction: str, request: Request) -> AbstractContextManager[Any]:
         """Show the launch to a profiler or a dispatch mode, and a first call that compiles to the user."""
         name = self._backend if direction == "forward" else f"{self._backend}_backward"
-        if not first_call.has_listener(self._backend) or not first_call.is_first(name, _code_of(request)):
+        if not first_call.has_listener(self._backend) or not first_call.is_first(
+            name, _specialization_key(request)
+        ):
             return _mark(name)
         heads = f"{request.query.shape[-1]}, {request.value.shape[-1]}"
         text = f"{direction} of {str(request.query.dtype).removeprefix('torch.')}, head dimensions {heads}"
@@ -214,19 +218,19 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, external: External, *request: Any) -> tuple[Tensor, Tensor]:
-        ran = external._launch_forward(Request(*request))
+        result = external._launch_forward(Request(*request))
         ctx.external, ctx.numbers = external, request[_SAVED:]
-        ctx.save_for_backward(*ran, *request[:_SAVED])
-        ctx.mark_non_differentiable(ran.lse)
-        return ran.out, ran.lse
+        ctx.save_for_backward(*result, *request[:_SAVED])
+        ctx.mark_non_differentiable(result.lse)
+        return result.out, result.lse
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         request = Request(*saved[_OUTPUTS:], *ctx.numbers)
-        ran = Launched(*saved[:_OUTPUTS])
-        grads = in_turn(lambda grad: ctx.external._launch_backward(grad, ran, request), grad_out)
+        result = Launched(*saved[:_OUTPUTS])
+        grads = in_turn(lambda grad: ctx.external._launch_backward(grad, result, request), grad_out)
         return None, *_each(grads, saved, wants_sink=ctx.needs_input_grad[1 + _SINK])
 
 
@@ -253,8 +257,8 @@ def _mark(name: str) -> AbstractContextManager[Any]:
     return _NO_MARK
 
 
-def _code_of(request: Request) -> tuple[Hashable, ...]:
-    """Return what a kernel has code of its own for, as far as a request says it."""
+def _specialization_key(request: Request) -> tuple[Hashable, ...]:
+    """Return the properties of a request that a package compiles a kernel for."""
     query, key, value = request.query, request.key, request.value
     place = 1 if request.heads_first else -2
     heads = tuple((t.shape[place], t.shape[-1]) for t in (query, key, value))

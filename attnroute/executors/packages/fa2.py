@@ -23,7 +23,7 @@ from attnroute.masks.lowered import sequences
 from attnroute.memory import INSTALLED, cached
 
 _NEUTRAL: dict[str, Any] = {"softcap": 0.0, "seqused_k": None}
-"""What an argument says where a release without it does the same."""
+"""Values of arguments at which a release without the argument computes the same."""
 _UNUSED = ("block_table",)
 """Arguments without a default in some releases, of things that no request has."""
 
@@ -48,10 +48,10 @@ class _Kernel:
     def forward(self, request: Request) -> Launched:
         """Launch the forward."""
         if _must_be_ragged(request):
-            ran = self.forward(_as_sequences(request))
+            result = self.forward(_as_sequences(request))
             batch = request.query.shape[0]
-            lse = ran.lse.unflatten(1, (batch, -1)).transpose(0, 1)
-            return ran._replace(out=ran.out.unflatten(0, (batch, -1)), lse=lse)
+            lse = result.lse.unflatten(1, (batch, -1)).transpose(0, 1)
+            return result._replace(out=result.out.unflatten(0, (batch, -1)), lse=lse)
         sides = sides_of(request)
         name = "_flash_attn_varlen_forward" if request.is_ragged else "_flash_attn_forward"
         more = {"seqused_k": request.used_kv} if request.is_ragged else {}
@@ -64,10 +64,10 @@ class _Kernel:
         lse = lse if shift is None else lse - shift
         return Launched(out, lse, state if request.dropout_p else None)
 
-    def backward(self, request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
+    def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch the backward."""
         if _must_be_ragged(request):
-            return self._backward_of_rows(request, ran, grad_out)
+            return self._backward_of_rows(request, result, grad_out)
         if request.used_kv is not None:
             msg = (
                 "fa2's backward requires that every key is in use; got seqused_k, which only its forward"
@@ -76,26 +76,26 @@ class _Kernel:
             raise ValueError(msg)
         sides = sides_of(request)
         shift = _alibi_shift(request, sides)
-        lse = ran.lse if shift is None else ran.lse + shift
+        lse = result.lse if shift is None else result.lse + shift
         grads = Gradients(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in request[:3]))
         name = "_flash_attn_varlen_backward" if request.is_ragged else "_flash_attn_backward"
         _call(
             name,
             dout=readable(grad_out),
-            out=readable(ran.out),
+            out=readable(result.out),
             softmax_lse=_as_forward_gives(request, lse),
             dq=grads.query,
             dk=grads.key,
             dv=grads.value,
             deterministic=request.deterministic,
-            rng_state=ran.state,
+            rng_state=result.state,
             **_settings(request, sides),
         )
         return grads
 
-    def _backward_of_rows(self, request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
-        ran = ran._replace(out=ran.out.flatten(0, 1), lse=ran.lse.transpose(0, 1).flatten(1))
-        grads = self.backward(_as_sequences(request), ran, grad_out.flatten(0, 1))
+    def _backward_of_rows(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
+        result = result._replace(out=result.out.flatten(0, 1), lse=result.lse.transpose(0, 1).flatten(1))
+        grads = self.backward(_as_sequences(request), result, grad_out.flatten(0, 1))
         batch = request.query.shape[0]
         return Gradients(*(g.unflatten(0, (batch, -1)) for g in grads[:3]))
 
@@ -184,7 +184,7 @@ def _bounds(request: Request, sides: Sides) -> tuple[int, int]:
 
 
 def _as_forward_gives(request: Request, lse: Tensor) -> Tensor:
-    """Return the log-sum-exp as the release's own forward says it."""
+    """Return the log-sum-exp in the layout of the release's own forward."""
     sums_q = request.cu_seqlens_q
     if sums_q is None or "softcap" in _parameters("_flash_attn_varlen_backward"):
         return lse.contiguous()

@@ -33,15 +33,17 @@ def _operators() -> Any:
     """
     if hasattr(torch.ops.flash_attn_3, "fwd"):
         return torch.ops.flash_attn_3
-    said = []
+    found = []
     for library in _LIBRARIES:
         try:
             import_module(library)
         except (ImportError, OSError) as error:
-            said.append(f"{library}: {error}")
+            found.append(f"{library}: {error}")
         else:
             return torch.ops.flash_attn_3
-    msg = f"fa3 requires flash-attn-3 or an xformers that has it; got {'; '.join(said)}; install one of them."
+    msg = (
+        f"fa3 requires flash-attn-3 or an xformers that has it; got {'; '.join(found)}; install one of them."
+    )
     raise ImportError(msg)
 
 
@@ -55,7 +57,7 @@ def _arguments(operator: str) -> dict[str, bool]:
 class _Kernel:
     """Both operators on one request. A row with no key has -inf for its log-sum-exp."""
 
-    says_infinity = False
+    gives_infinity = False
 
     def forward(self, request: Request) -> Launched:
         """Launch the forward, over several splits of the keys only where nothing has to come out twice."""
@@ -63,15 +65,15 @@ class _Kernel:
         out, lse, *_ = _call("fwd", **settings, num_splits=_splits(request))
         return Launched(out, lse)
 
-    def backward(self, request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
+    def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch the backward, which writes no gradient of keys that are not in use."""
         make = torch.empty_like if request.used_kv is None else torch.zeros_like
         grads = Gradients(*(make(t, memory_format=torch.contiguous_format) for t in request[:3]))
         _call(
             "bwd",
             dout=readable(grad_out),
-            out=readable(ran.out),
-            softmax_lse=ran.lse.contiguous(),
+            out=readable(result.out),
+            softmax_lse=result.lse.contiguous(),
             dq=grads.query,
             dk=grads.key,
             dv=grads.value,

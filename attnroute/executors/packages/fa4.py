@@ -39,7 +39,7 @@ def _names(function: str) -> frozenset[str]:
 class _Kernel:
     """Both functions on one request."""
 
-    says_infinity = False
+    gives_infinity = False
 
     def forward(self, request: Request) -> Launched:
         """Launch the forward."""
@@ -50,17 +50,17 @@ class _Kernel:
         out, lse, *_ = _call("_flash_attn_fwd", **_inputs(request), **extras, return_lse=True)
         return Launched(out, lse)
 
-    def backward(self, request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
+    def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch the backward, which makes its weights from the log-sum-exp and so needs no sink."""
         grads = _call(
             "_flash_attn_bwd",
             **_inputs(request),
-            out=readable(ran.out),
+            out=readable(result.out),
             dout=readable(grad_out),
-            lse=ran.lse.contiguous(),
+            lse=result.lse.contiguous(),
             deterministic=request.deterministic,
         )
-        return Gradients(grads[0], grads[1], grads[2], _sink_gradient(request, ran, grad_out))
+        return Gradients(grads[0], grads[1], grads[2], _sink_gradient(request, result, grad_out))
 
 
 def _as_sinks(sink: Tensor) -> Tensor:
@@ -69,13 +69,13 @@ def _as_sinks(sink: Tensor) -> Tensor:
     return sink if sink.dtype in (torch.float16, torch.bfloat16) else sink.float()
 
 
-def _sink_gradient(request: Request, ran: Launched, grad_out: Tensor) -> Tensor | None:
+def _sink_gradient(request: Request, result: Launched, grad_out: Tensor) -> Tensor | None:
     """Return what the sink took from all rows, from the log-sum-exp: that is the same in every release."""
     if request.sink is None:
         return None
     # A sink of -inf is nothing, in a row with no key as well, where the difference would be NaN.
-    lse = ran.lse.masked_fill(ran.lse == -torch.inf, torch.inf)
-    grad, out = (t.transpose(-3, -2) for t in (grad_out, ran.out))
+    lse = result.lse.masked_fill(result.lse == -torch.inf, torch.inf)
+    grad, out = (t.transpose(-3, -2) for t in (grad_out, result.out))
     if request.is_ragged:
         grad, out, lse = grad[None], out[None], lse[None]
     return sink_gradient(grad, out, lse, request.sink.float())

@@ -1,4 +1,4 @@
-"""chunked in the place of a package's kernel that refused to start: a request run forward or backward."""
+"""Runs a request on the chunked backend where the package refused to launch its kernel."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def forward(request: Request) -> tuple[Tensor, Tensor]:
     return _rows(request, out), lse[0] if request.is_ragged else lse
 
 
-def backward(request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
+def backward(request: Request, result: Launched, grad_out: Tensor) -> Gradients:
     """Return the gradients of a request, whatever kernel ran forward; without dropout."""
-    lse = ran.lse[None] if request.is_ragged else ran.lse
-    out, grad = (_heads_first(request, t) for t in (ran.out, grad_out))
+    lse = result.lse[None] if request.is_ragged else result.lse
+    out, grad = (_heads_first(request, t) for t in (result.out, grad_out))
     wanted = (True, True, True, request.sink is not None)
     query, key, value, sink = from_lse.gradients(inputs_of(request), out, lse, grad, wanted)
     made = [_rows(request, t) for t in (query, key, value) if t is not None]

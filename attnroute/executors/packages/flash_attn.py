@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnroute.executors.packages.request import Request
 
 OPEN = -1
-"""A side of a window without an end, as these packages say it."""
+"""A side of a window without an end, as these packages write it."""
 _ALIGNED = 8
 """Elements of 16 bits that one load takes."""
 _ALIGNED_BYTES = 16
@@ -59,7 +59,7 @@ def sides_of(request: Request) -> Sides:
 
 
 def check_sides(request: Request) -> None:
-    """Hold that no side of a request's window is negative.
+    """Check that no side of a request's window is negative.
 
     Raises:
         ValueError: One is, which these packages would take for an open one.

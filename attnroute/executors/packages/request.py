@@ -1,4 +1,4 @@
-"""What a kernel of the FlashAttention family is asked: the call in terms that an operator can take."""
+"""One call of a packaged kernel as a flat record, whose fields are arguments of a custom operator."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Gradients(NamedTuple):
 
 
 def request_of(inputs: Inputs, plan: Plan, *, heads_first: bool = False) -> Request:
-    """Return the request of one call: padded rows, or sequences where the plan says `to_varlen`."""
+    """Return the request of one call: padded rows, or sequences where the plan has the repair `to_varlen`."""
     query, key, value = inputs.query, inputs.key, inputs.value
     sums_q = sums_kv = used = None
     longest_q, longest_kv = query.shape[2], key.shape[2]

@@ -74,14 +74,14 @@ class _Kernel:
         lse = per_token(lse, request.cu_seqlens_q, request.query.shape[0])
         return zero_unattended_rows(request, Launched(out, lse, state))
 
-    def backward(self, request: Request, ran: Launched, grad_out: Tensor) -> Gradients:
+    def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch the backward, which makes its weights from the log-sum-exp and so needs no sink."""
         # What has no key weighs nothing: exp(-inf - inf) is 0 where exp(-inf + inf) is NaN.
-        lse = ran.lse.masked_fill(ran.lse == -math.inf, math.inf)
-        state = lse.new_zeros(2, dtype=torch.int64) if ran.state is None else ran.state
+        lse = result.lse.masked_fill(result.lse == -math.inf, math.inf)
+        state = lse.new_zeros(2, dtype=torch.int64) if result.state is None else result.state
         query, key, value, *_ = _call(
             "fused_attn_bwd",
-            o=ran.out.contiguous(),
+            o=result.out.contiguous(),
             d_o=grad_out.contiguous(),
             aux_ctx_tensors=[self._statistics(request, lse), state],
             deterministic=request.deterministic,
@@ -89,7 +89,7 @@ class _Kernel:
             dqkv_layout=_layout(request),
             **_settings(request),
         )
-        grads = Gradients(query, key, value, sink_gradient(request, ran.out, lse, grad_out))
+        grads = Gradients(query, key, value, sink_gradient(request, result.out, lse, grad_out))
         return zero_unattended_gradients(request, grads) if request.is_ragged else grads
 
     def _statistics(self, request: Request, lse: Tensor) -> Tensor:

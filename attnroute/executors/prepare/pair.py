@@ -39,8 +39,8 @@ class _Pair(torch.autograd.Function):
         # The kernel reads what the mask became for it, and the backward the mask itself. The kernel's own
         # backward never runs, so nothing is kept for it.
         inputs = fixed.inputs(query, key, value, attn=attn, sink=sink, slopes=slopes)
-        ran = kernel.forward(inputs, replace(plan, training=False, return_lse=True))
-        out, lse = ran.out, ran.lse
+        result = kernel.forward(inputs, replace(plan, training=False, return_lse=True))
+        out, lse = result.out, result.lse
         if sink is not None and "sink_from_lse" in plan.repairs:
             out, lse = shrunk(out, lse, sink), total(lse, sink)
         ctx.fixed = fixed

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnroute.executors.batched_gradients import in_turn
-from attnroute.executors.protocol import Executor, Inputs, Output, Pair, Plan, Ran
+from attnroute.executors.protocol import Executor, ForwardResult, Inputs, Output, Pair, Plan
 from attnroute.masks.lowered.form import FULL, LoweredMask
 from attnroute.memory import cached
 
@@ -117,12 +117,12 @@ class _WithSink(torch.autograd.Function):
         ctx: Any, kernel: Pair, plan: Plan, fixed: Fixed, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         query, key, value, attn, sink, slopes = cast("tuple[Tensor, ...]", tensors)
-        ran = kernel.forward(fixed.inputs(query, key, value, attn=attn, slopes=slopes), plan)
-        out, lse = shrunk(ran.out, ran.lse, sink), total(ran.lse, sink)
+        result = kernel.forward(fixed.inputs(query, key, value, attn=attn, slopes=slopes), plan)
+        out, lse = shrunk(result.out, result.lse, sink), total(result.lse, sink)
         ctx.kernel, ctx.plan, ctx.fixed = kernel, plan, fixed
         # Tensors are saved as autograd wants it, so that checkpoints and offloading see them.
-        ctx.rest = tuple(None if isinstance(part, Tensor) else part for part in ran.rest)
-        saved = (part if isinstance(part, Tensor) else None for part in ran.rest)
+        ctx.rest = tuple(None if isinstance(part, Tensor) else part for part in result.rest)
+        saved = (part if isinstance(part, Tensor) else None for part in result.rest)
         ctx.save_for_backward(*tensors, out, lse, *saved)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -141,7 +141,9 @@ class _WithSink(torch.autograd.Function):
         def of_sample(grad: Tensor) -> tuple[Tensor | None, ...]:
             grads: tuple[Tensor | None, ...] = _NO_GRADS
             if any(wanted):
-                grads = ctx.kernel.backward(inputs, ctx.plan, Ran(out, lse, rest), grad, tuple(wanted))
+                grads = ctx.kernel.backward(
+                    inputs, ctx.plan, ForwardResult(out, lse, rest), grad, tuple(wanted)
+                )
             return *grads, sink_gradient(grad, out, lse, sink) if sink_wanted else None
 
         return *(None,) * _CONSTANTS, *in_turn(of_sample, grad_out), None
