@@ -16,7 +16,7 @@ from attnroute.errors import ArgumentError, argument_error
 from attnroute.masks.checks import kind_of
 from attnroute.masks.objects.arbitrary import from_torch
 from attnroute.masks.objects.captures import captured_tensors
-from attnroute.masks.tracing import is_traced
+from attnroute.masks.tracing import innermost_transform, is_traced
 from attnroute.vocabulary import HEAD_DIM_MULTIPLE
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ TORCH_MASKS: Final = frozenset({"BlockMask", "CausalBias"})
 """Names of torch's mask classes, so that a call without one needs no import to know that."""
 _SWITCH: Final = (type(None), bool)
 
-_transform_stack_top = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _TransformType = torch._C._functorch.TransformType  # type: ignore[attr-defined]
 
@@ -108,7 +107,7 @@ def _surround(problem: Problem) -> None:
     if given.deterministic and problem.training and not only_deterministic:
         raise _not_deterministic()
     problem.deterministic = only_deterministic if given.deterministic is None else given.deterministic
-    if _transform_stack_top() is not None or forward_ad._current_level >= 0:
+    if innermost_transform() is not None or forward_ad._current_level >= 0:
         problem.transform = _transform(problem)
     # A tracer sees every operator through modes of its own.
     problem.dispatch_mode = not problem.traced and _count_dispatch_modes() > 0
@@ -126,7 +125,7 @@ def _requires_grad(problem: Problem) -> bool:
 
 def _transform(problem: Problem) -> str | None:
     """Return "vmap", "forward_ad", "double_backward" or None."""
-    innermost = _transform_stack_top()
+    innermost = innermost_transform()
     if innermost is not None:
         kinds = {_TransformType.Vmap: "vmap", _TransformType.Jvp: "forward_ad"}
         # functorch's grad may be nested, and its inner level cannot be told from the outside: only the

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-import torch
-from torch import Tensor
-
 from attnroute.executors.strides import is_packed
 from attnroute.masks import Dense, Mask
 from attnroute.masks.layout import is_aligned
 from attnroute.masks.lowered.form import Extent, as_4d
 from attnroute.masks.recognition.summary import inspected_node
-from attnroute.masks.tracing import address, example, holds
+from attnroute.masks.tracing import address, example, holds, is_capturing
 from attnroute.question.call import Call, Context, Strides
 from attnroute.question.nodes import AlibiBias, Bias, DenseBias, FunctionBias, MaskNode
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from attnroute.api.records import Problem
     from attnroute.vocabulary import Dtype, Layout, ScaleSign, Transform
 
@@ -69,7 +69,7 @@ def example_extent(extent: Extent) -> Extent:
 
 def _is_captured(problem: Problem) -> bool:
     """Asked when a route is made: a call that was warmed up before a capture has one already."""
-    return not problem.traced and problem.query.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not problem.traced and is_capturing(problem.query)
 
 
 def dtype_word(dtype: torch.dtype) -> Dtype:

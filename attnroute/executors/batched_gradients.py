@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attnroute.masks.tracing import is_wrapped
+from attnroute.masks.tracing import innermost_transform, is_wrapped
 
 _functorch = torch._C._functorch
 _LEVELS: Final = 64
@@ -107,7 +107,7 @@ def _is_of(grad: Tensor, level: int) -> bool:
 def _is_in_vmap() -> bool:
     levels = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
-    return levels > 1 or _functorch.peek_interpreter_stack() is not None
+    return levels > 1 or innermost_transform() is not None
 
 
 def _outside(backward: Callable[..., Gradients], grads: tuple[Tensor, ...]) -> Gradients:
@@ -116,7 +116,7 @@ def _outside(backward: Callable[..., Gradients], grads: tuple[Tensor, ...]) -> G
 
     with ExitStack() as stack:
         if not any(is_wrapped(grad) for grad in grads):
-            while _functorch.peek_interpreter_stack() is not None:
+            while innermost_transform() is not None:
                 stack.enter_context(temporarily_pop_interpreter_stack())
         while torch._C._vmapmode_increment_nesting() > 1:
             stack.callback(torch._C._vmapmode_increment_nesting)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnroute.masks.marks import Mark, is_private, places_of
-from attnroute.masks.tracing import is_capturing, is_traced, is_tracing, is_transformed
+from attnroute.masks.tracing import innermost_transform, is_capturing, is_traced, is_tracing
 from attnroute.memory import KEEPER, Memory
 
 _T = TypeVar("_T")
@@ -78,7 +78,7 @@ _OF_TENSORS: Memory[Hashable, Keeper] = Memory(TENSORS_KEPT, f"{__name__}._OF_TE
 
 def may_remember(owner: object) -> bool:
     """Return whether what is made may be kept: not under tracing, nor where changes go unnoticed."""
-    if is_tracing() or is_transformed():
+    if is_tracing() or innermost_transform() is not None:
         return False
     # What is kept would be baked into a CUDA graph that is captured, and stale when that is replayed.
     return all(

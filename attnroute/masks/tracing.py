@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import Parameter
 
-_peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+innermost_transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+"""Returns the innermost functorch transform around (torch.vmap, torch.func.grad, ...), or None."""
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -82,8 +83,3 @@ def is_wrapped(tensor: Tensor) -> bool:
 def is_capturing(tensor: Tensor) -> bool:
     """Return whether a CUDA graph records: what it replays must be computed anew from the tensor then."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def is_transformed() -> bool:
-    """Return whether a functorch transform is around: torch.vmap, torch.func.grad and the like."""
-    return _peek_interpreter_stack() is not None

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnroute.executors.prepare.apply import empty_rows
 from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.strides import fitted, watch
+from attnroute.masks.lowered.dense import empty_rows
 from attnroute.masks.lowered.form import as_4d
 
 CAUSAL_BOTTOM_RIGHT: Final = 2

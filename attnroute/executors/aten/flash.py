@@ -15,10 +15,10 @@ from torch import Tensor
 
 from attnroute.executors.aten import flash_backward
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
-from attnroute.executors.prepare.apply import empty_rows
 from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.ragged import Ragged, per_token, rows_of, whole_rows, window_sizes
 from attnroute.executors.strides import fitted, watch
+from attnroute.masks.lowered.dense import empty_rows
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:

@@ -18,7 +18,7 @@ from attnroute.executors.chunked.tile import Extras, Spec
 from attnroute.executors.chunked.whole import one_block
 from attnroute.executors.protocol import Executor, Inputs, Output, Plan
 from attnroute.masks.lowered.form import FULL, LoweredMask
-from attnroute.masks.tracing import is_traced
+from attnroute.masks.tracing import is_capturing, is_traced
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:
@@ -143,7 +143,7 @@ def _drawn_seed(inputs: Inputs, *, compiling: bool) -> Tensor:
     Nothing could draw it again in the replays of a CUDA graph. This is no row of a table, because a
     route that was chosen before the capture runs inside of it.
     """
-    if not compiling and inputs.query.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not compiling and is_capturing(inputs.query):
         raise argument_error(
             "dropout_p",
             "0 while a CUDA graph is captured, since every replay would drop the same entries",

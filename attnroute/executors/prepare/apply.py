@@ -18,7 +18,7 @@ from attnroute.executors.prepare.pieces import BATCH, HEADS, pieces
 from attnroute.executors.prepare.sink import run_with_sink
 from attnroute.executors.protocol import Executor, Inputs, Output, Plan
 from attnroute.executors.strides import is_packed
-from attnroute.masks.lowered.dense import additive, build
+from attnroute.masks.lowered.dense import additive, build, empty_rows
 from attnroute.masks.lowered.form import Extent, LoweredMask
 from attnroute.masks.tracing import address, is_tracing
 from attnroute.memory import cached
@@ -74,12 +74,6 @@ def _without_empty_rows(out: Tensor, lse: Tensor | None, empty: Tensor, sink: Te
     if lse is None or sink is None:
         return out, None if lse is None else lse.masked_fill(empty, -math.inf)
     return out, torch.where(empty, sink.detach().to(lse.dtype)[:, None], lse)
-
-
-def empty_rows(attn: Tensor) -> Tensor:
-    """Return (batch or 1, heads or 1, seqlen_q or 1), True where a query may attend no key."""
-    allowed = attn if attn.dtype == torch.bool else attn != -math.inf
-    return ~allowed.any(-1)
 
 
 def _as_given(inputs: Inputs) -> Tensor | None:

@@ -54,6 +54,12 @@ def additive(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Te
     return target.copy_(bias.detach()).masked_fill_(~mask, -math.inf)
 
 
+def empty_rows(dense: Tensor) -> Tensor:
+    """Return (batch or 1, heads or 1, seqlen_q or 1), True where a query may attend no key."""
+    allowed = dense if dense.dtype == torch.bool else dense != -math.inf
+    return ~allowed.any(-1)
+
+
 def _is_followed(allowed: Tensor, bias: Tensor | None) -> bool:
     """Return whether a gradient, forward-mode duals, a functorch transform or export must see each step.
 
