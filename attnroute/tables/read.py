@@ -52,6 +52,14 @@ def read(path: Path, model: type[_Model]) -> _Model:
 
 def _sentence(path: Path, data: dict[str, object], error: ValidationError) -> str:
     """Name the file, the rule and the field of the first problem."""
+    file = f"{path.parent.name}/{path.name}"
+    if path.name == "arch.toml" and "order" in data:
+        # Tables that were written before there were preferences have orders of all backends.
+        required = "requires [[prefer]] rows, of which each names in first the backends that come first"
+        to_do = (
+            "rename [[order]] to [[prefer]], and in each row order to first; backends left out come behind"
+        )
+        return f"{file}: {required}; got [[order]]; {to_do}."
     first = error.errors()[0]
     where = [shortened(str(part)) for part in first["loc"]]
     rows = (
@@ -63,5 +71,4 @@ def _sentence(path: Path, data: dict[str, object], error: ValidationError) -> st
         where = [f"{where[0]} {shortened(str(name))}", ".".join(where[2:]) or "whole row"]
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     got = shortened(repr(first["input"]), 2 * ECHO)
-    said = f"{': '.join(where)}: {first['msg'].rstrip('.')}; got {got}{more}."
-    return f"{path.parent.name}/{path.name}: {said}"
+    return f"{file}: {': '.join(where)}: {first['msg'].rstrip('.')}; got {got}{more}."

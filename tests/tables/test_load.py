@@ -267,6 +267,18 @@ def test_a_file_in_another_encoding_is_refused(base):
         Tables((base,)).rules("sm_80", "fast")
 
 
+def test_an_order_of_an_older_arch_toml_is_told_its_new_name(base):
+    older = arch().replace("[[prefer]]", "[[order]]").replace("first = ", "order = ")
+    write(base, {"sm_80/arch": older})
+    with pytest.raises(TableError) as raised:
+        Tables((base,)).arch("sm_80")
+    assert str(raised.value) == (
+        "sm_80/arch.toml: requires [[prefer]] rows, of which each names in first the backends that come "
+        "first; got [[order]]; rename [[order]] to [[prefer]], and in each row order to first; "
+        "backends left out come behind."
+    )
+
+
 def test_several_problems_are_counted(base):
     write(base, {"sm_80/fast": rule("odd") + "speed = 3\nwidth = 4\n"})
     with pytest.raises(TableError, match=r"\(and 1 more\)"):
