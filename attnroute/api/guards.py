@@ -2,7 +2,7 @@
 
 A decision is made for the lengths of the call that is traced. Each condition on a length that could change
 it, of a row or of a preference, is then evaluated on the tracer's own lengths too, which makes its answer a
-guard of the graph. A length with other answers is traced anew, and no other one is.
+guard of the graph. Only a length with other results is traced anew.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import SymInt
 
-from attnroute.engine.dependence import OPEN, answer, open_facts, questions_of
+from attnroute.engine.dependence import OPEN, evaluate_row, open_facts, open_rows
 from attnroute.question.normalize import normalize
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def guard_decision(decision: Decision, extent: Extent, tables: Tables) -> None:
-    """Make the answers to everything that could change a decision conditions of the graph.
+    """Make every condition on lengths that could change a decision a guard of the graph.
 
     Args:
         decision: The decision, made with the lengths of the example.
@@ -34,10 +34,10 @@ def guard_decision(decision: Decision, extent: Extent, tables: Tables) -> None:
     call = normalize(decision.call)
     decision = decision.model_copy(update={"call": call})
     facts = open_facts(call, extent.batch, extent.seqlen_q, extent.seqlen_kv)
-    # Older versions of torch cannot compare an open answer with True.
+    # Older versions of torch cannot compare a SymBool with True.
     facts["seqlens_equal"] = bool(facts["seqlens_equal"])
-    for question in questions_of(decision, tables, OPEN):
-        answer(question, facts)
+    for row in open_rows(decision, tables, OPEN):
+        evaluate_row(row, facts)
     if call.mask and extent.seqlen_q > extent.seqlen_kv:
         # Which queries may attend no key depends on the lengths themselves.
         _close(extent)

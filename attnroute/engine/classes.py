@@ -1,7 +1,7 @@
-"""Classes of calls that only their lengths tell apart and that are decided alike.
+"""Groups calls that differ only in their lengths and get the same decision, for a cache of decisions.
 
-A decoding loop asks about a new key length at every step. Rules read a length only through a few conditions
-(`==1`, `>0`, `128 divides it`), so two calls with the same answers to those and the same other fields get the
+A decoding loop has a new key length at every step. Rules read a length only through a few conditions
+(`==1`, `>0`, `128 divides it`), so two calls with the same results of those and the same other fields get the
 same backend and repairs.
 """
 
@@ -83,21 +83,21 @@ def _mask(call: Call, facts: Facts) -> Hashable:
 
 
 def _repaired(call: Call, facts: Facts) -> Hashable:
-    """What repairs read in a mask and no row can ask: the side of padding, what a disjunction is made of."""
+    """Return what repairs read in a mask and no fact has: the side of padding, the parts of a disjunction."""
     tensor = apply("materialize_mask", call)
     built = None if tensor is None else (Facts(tensor[0])["mask_has_query_dim"], may_grow(facts))
     return apply("to_varlen", call) is None, apply("materialize_alibi", call) is None, built
 
 
 def _answers(facts: Facts, checks: tuple[conditions.Check, ...]) -> Hashable:
-    """Hold the conditions on lengths against a call, without a Python call for each."""
+    """Evaluate the conditions on lengths for a call, without a Python call for each."""
     found: list[object] = []
-    for field, holds, spec in checks:
+    for field, test, spec in checks:
         value = facts[field]
-        if holds is None or isinstance(value, Varies | Unknown):
+        if test is None or isinstance(value, Varies | Unknown):
             found.append(conditions.evaluate(spec, value, facts))
         else:
-            found.append(holds(value))
+            found.append(test(value))
     return tuple(found)
 
 

@@ -30,7 +30,7 @@ def decide(
         call: The question.
         host: The machine.
         tables: The capability tables; the shipped ones by default.
-        policy: The user's wishes; none by default.
+        policy: The user's settings; none by default.
         advise: Also compute hints and what stock scaled_dot_product_attention would run.
 
     Returns:

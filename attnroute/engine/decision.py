@@ -23,7 +23,7 @@ class Exclusion(_Part):
 
     Attributes:
         reason: What keeps it out; "failed" where its kernel was refused in this process.
-        origin: Who said so, of a failure what the backend said.
+        origin: The setting that excludes it; of a failure, the error of the backend.
     """
 
     reason: Literal["banned", "not_allowed", "not_required", "strict", "failed", "unknown"]
@@ -35,7 +35,7 @@ class Verdict(_Part):
 
     Attributes:
         backend: Its name.
-        status: rejected > unknown > unavailable > eligible: the worst that holds.
+        status: rejected > unknown > unavailable > eligible: the worst that applies.
         findings: Every row's finding, those that a repair lifted included.
         repairs: What must be done to the call first, in order.
         missing: What the backend needs and the host has not.
@@ -102,18 +102,18 @@ class Hint(_Part):
 
 
 class Decision(_Part):
-    """Everything that was asked, found and chosen.
+    """The call, what was found about every backend, and what was chosen.
 
     Attributes:
         call: The question, as given.
         host: The machine.
-        policy: The wishes.
+        policy: The settings in force.
         verdicts: Exactly one per backend of the tables.
         order: The candidates in the order in which they would run.
         selected: The first of `order`, None when nothing may run.
         why_this_order: The ids of the preferences that made this order, and the reason of the first.
         hints: What would change the choice.
-        stock: What stock scaled_dot_product_attention would run, when it was asked for.
+        stock: What stock scaled_dot_product_attention would run, where it was requested.
     """
 
     call: Call

@@ -1,7 +1,7 @@
-"""What a decision asks about some fields: while the answers stay, so does the decision.
+"""Finds the conditions on lengths that a decision depends on: while their results stay, so does the decision.
 
-A compiled graph leaves lengths open. It holds for every length at which these questions have the answers
-that they had when the graph was made.
+A compiled graph leaves lengths open. It serves every length at which these conditions have the results that
+they had when the graph was made.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ Condition = tuple[str, "Spec"]
 Fields = frozenset[str]
 
 
-class Asked(NamedTuple):
-    """What one box asks about the fields.
+class OpenBox(NamedTuple):
+    """The conditions of one box that read the fields.
 
     Attributes:
-        conditions: Its conditions on them, those on other fields left out.
-        settled: The others certainly hold, so that the box does where these do.
+        conditions: These conditions, without those on other fields.
+        decides: The other conditions are certainly true, so these decide whether the box is.
     """
 
     conditions: tuple[Condition, ...]
-    settled: bool
+    decides: bool
 
 
-class Question(NamedTuple):
-    """What one row asks about the fields; a box that another field keeps from holding is not here.
+class OpenRow(NamedTuple):
+    """The conditions of one row that read the fields, without boxes that other fields make false.
 
     Attributes:
         when: The boxes of which one makes the row apply.
-        requires: The boxes of which one must then hold.
-        exact: A box whose first condition fails need not be asked for its others, nor a row that does not
-            apply for what it requires.
+        requires: The boxes of which one must then be true.
+        exact: Evaluation may stop early: at the first false condition of a box, and before `requires` where
+            the row does not apply. False where it is unknown which repairs other lengths would need.
     """
 
-    when: tuple[Asked, ...]
-    requires: tuple[Asked, ...]
+    when: tuple[OpenBox, ...]
+    requires: tuple[OpenBox, ...]
     exact: bool
 
 
-class _Open:
+class _Resized:
     """A call of other sizes, which may be numbers of a tracer."""
 
     def __init__(self, call: Call, batch: Any, seqlen_q: Any, seqlen_kv: Any) -> None:
@@ -74,93 +74,94 @@ class _Open:
 
 def open_facts(call: Call, batch: Any, seqlen_q: Any, seqlen_kv: Any) -> dict[str, Any]:
     """Return the facts of a call, those that may be open computed from other sizes than its own."""
-    sizes = Facts(_Open(call, batch, seqlen_q, seqlen_kv))
+    sizes = Facts(_Resized(call, batch, seqlen_q, seqlen_kv))
     return {**facts_of(call), **{name: sizes[name] for name in OPEN}}
 
 
-def questions_of(decision: Decision, tables: Tables, fields: Fields) -> tuple[Question, ...]:
-    """Return everything about some fields that could change a decision.
+def open_rows(decision: Decision, tables: Tables, fields: Fields) -> tuple[OpenRow, ...]:
+    """Return the conditions on some fields that could change a decision, row by row.
 
     Args:
         decision: A decision about a normalised call.
         tables: The capability tables that it was made with.
         fields: The fields whose values may change.
     """
-    found = (question for question in _questions(decision, tables, fields) if question is not None)
-    return tuple(q for q in found if any(box.conditions for box in (*q.when, *q.requires)))
+    found = (row for row in _rows(decision, tables, fields) if row is not None)
+    return tuple(row for row in found if any(box.conditions for box in (*row.when, *row.requires)))
 
 
-def answer(question: Question, facts: conditions.Facts) -> None:
-    """Evaluate what a question needs asked; with a tracer's numbers, the answers become its conditions."""
-    applies = _answered(question.when, facts, stop=question.exact)
-    if applies or not question.exact:
-        _answered(question.requires, facts, stop=question.exact)
+def evaluate_row(row: OpenRow, facts: conditions.Facts) -> None:
+    """Evaluate a row's conditions; on a tracer's sizes each result becomes a guard of the graph."""
+    applies = _evaluate_boxes(row.when, facts, stop=row.exact)
+    if applies or not row.exact:
+        _evaluate_boxes(row.requires, facts, stop=row.exact)
 
 
-def _answered(boxes: tuple[Asked, ...], facts: conditions.Facts, *, stop: bool) -> bool:
-    """Ask box after box until one certainly holds, and return whether any is not certainly false."""
+def _evaluate_boxes(boxes: tuple[OpenBox, ...], facts: conditions.Facts, *, stop: bool) -> bool:
+    """Evaluate box after box until one is certainly true; return whether any is not certainly false."""
     possible = False
     for box in boxes:
-        held = _held(box.conditions, facts, stop=stop)
-        possible = possible or held != "false"
-        if stop and box.settled and held == "true":
+        result = _all_true(box.conditions, facts, stop=stop)
+        possible = possible or result != "false"
+        if stop and box.decides and result == "true":
             break
     return possible
 
 
-def _held(asked: tuple[Condition, ...], facts: conditions.Facts, *, stop: bool) -> Tri:
-    answers = (conditions.evaluate(spec, facts[field], facts) for field, spec in asked)
-    return conditions.combine_and(answers if stop else list(answers))
+def _all_true(box: tuple[Condition, ...], facts: conditions.Facts, *, stop: bool) -> Tri:
+    results = (conditions.evaluate(spec, facts[field], facts) for field, spec in box)
+    # Evaluation is lazy: a condition that is not reached becomes no guard of the graph.
+    return conditions.combine_and(results if stop else list(results))
 
 
-def _questions(decision: Decision, tables: Tables, fields: Fields) -> Iterator[Question | None]:
+def _rows(decision: Decision, tables: Tables, fields: Fields) -> Iterator[OpenRow | None]:
     call = decision.call
-    able = [verdict for verdict in decision.verdicts if not _is_kept_out(verdict)]
-    rows = {verdict.backend: _rows_of(verdict, decision, tables) for verdict in able}
-    possible = [verdict for verdict in able if not _is_out(verdict, rows[verdict.backend], fields)]
-    yield from _about_order(decision, tables, fields, {verdict.backend for verdict in possible})
+    able = [verdict for verdict in decision.verdicts if not _is_excluded(verdict)]
+    rows = {verdict.backend: _applicable_rules(verdict, decision, tables) for verdict in able}
+    possible = [verdict for verdict in able if not _stays_out(verdict, rows[verdict.backend], fields)]
+    yield from _of_preferences(decision, tables, fields, {verdict.backend for verdict in possible})
     if any(verdict.repairs and not BUILD_MASKS.isdisjoint(verdict.repairs) for verdict in decision.verdicts):
         # Whether a mask that is built is small decides who comes first.
-        yield Question((Asked((SMALL_MASK,), settled=True),), (), exact=True)
+        yield OpenRow((OpenBox((SMALL_MASK,), decides=True),), (), exact=True)
     if isinstance(call.bias, AlibiBias):
         per_head = repairs.SMALL_BIAS // max(1, call.num_heads_q)
-        yield Question((Asked((("mask_elements", f"<={per_head}"),), settled=True),), (), exact=True)
-    holding = preferred(Facts(call), decision.host, tables)
+        yield OpenRow((OpenBox((("mask_elements", f"<={per_head}"),), decides=True),), (), exact=True)
+    preferences_here = preferred(Facts(call), decision.host, tables)
     for verdict in possible:
-        if may_precede(verdict.backend, decision, holding, tables.slow_tier):
+        if may_precede(verdict.backend, decision, preferences_here, tables.slow_tier):
             options = [row.option for row in tables.options(decision.host.arch, verdict.backend)]
-            yield from _about(verdict, decision, rows[verdict.backend], options, fields)
+            yield from _of_backend(verdict, decision, rows[verdict.backend], options, fields)
 
 
-def _about_order(
+def _of_preferences(
     decision: Decision, tables: Tables, fields: Fields, possible: set[str]
-) -> Iterator[Question | None]:
-    """Ask about the preference that puts the selected backend first, and those that could put another there.
+) -> Iterator[OpenRow | None]:
+    """Yield the preference that puts the selected backend first, and those that could put another there.
 
     Args:
         decision: The decision.
         tables: The tables that it was made with.
         fields: The fields whose values may change.
-        possible: The backends that may run, or might with other values.
+        possible: The backends that may run, or may with other values.
     """
     call, selected, policy = decision.call, decision.selected, decision.policy
     if selected is None or selected in (policy.require, *policy.prefer, *(policy.allow or ())):
-        # Nothing runs, or what the user names does, whatever the tables prefer.
+        # Nothing runs, or a backend that the user names, whatever the tables prefer.
         return
     known = Facts(call)
     for row in (found.preference for found in preferences(tables, decision.host.arch)):
         first, named = row.first, selected in row.first
-        holds = certainly_holds(row, known, decision.host)
+        applies = certainly_holds(row, known, decision.host)
         before = first[: first.index(selected)] if named else first
-        matters = named if holds else not possible.isdisjoint(before)
+        matters = named if applies else not possible.isdisjoint(before)
         if matters and row.phase in (None, call.phase):
-            yield _on(row, fields, [known])
-        if holds and named:
+            yield _open_row(row, fields, [known])
+        if applies and named:
             # Rows behind this one order what comes after the selected backend.
             return
 
 
-def _rows_of(verdict: Verdict, decision: Decision, tables: Tables) -> dict[str, Rule]:
+def _applicable_rules(verdict: Verdict, decision: Decision, tables: Tables) -> dict[str, Rule]:
     """Return the rules of a backend that may apply to a call, whatever its sizes are."""
     call, host = decision.call, decision.host
     info = tables.info(host.arch, verdict.backend)
@@ -168,31 +169,32 @@ def _rows_of(verdict: Verdict, decision: Decision, tables: Tables) -> dict[str, 
     return {row.id: row.rule for row in rows if may_apply(row.rule, call, host, info)}
 
 
-def _about(
+def _of_backend(
     verdict: Verdict, decision: Decision, rows: dict[str, Rule], options: list[Option], fields: Fields
-) -> Iterator[Question | None]:
+) -> Iterator[OpenRow | None]:
     call = decision.call
     if not SPLITS.isdisjoint(verdict.repairs):
-        # Rows are held against a piece of the call, whose sizes nobody asks the tracer about.
+        # Rows are evaluated on a piece of the call, whose sizes are not the tracer's: the graph is for these
+        # sizes alone.
         sizes = tuple((name, f"=={getattr(call, name)}") for name in ("batch", "seqlen_q", "seqlen_kv"))
-        yield Question((Asked(sizes, settled=True),), (), exact=True)
+        yield OpenRow((OpenBox(sizes, decides=True),), (), exact=True)
     forms = _forms(verdict, decision, fields)
-    asked = {name: _on(rule, fields, forms) for name, rule in rows.items()}
-    if forms and verdict.blocking and not any(q and rows[name].repair for name, q in asked.items()):
+    found = {name: _open_row(rule, fields, forms) for name, rule in rows.items()}
+    if forms and verdict.blocking and not any(row and rows[name].repair for name, row in found.items()):
         # No length brings about another repair, so the backend is out for as long as one row says so.
-        yield asked[verdict.blocking[0].rule]
+        yield found[verdict.blocking[0].rule]
         return
-    yield from asked.values()
+    yield from found.values()
     for option in options:
-        yield _on(option, fields, forms)
+        yield _open_row(option, fields, forms)
 
 
-def _is_kept_out(verdict: Verdict) -> bool:
-    """Return whether a wish keeps a backend out, whatever its rows say; only what is unknown may change."""
+def _is_excluded(verdict: Verdict) -> bool:
+    """Return whether policy excludes a backend whatever its rows say; only "unknown" depends on its rows."""
     return verdict.excluded is not None and verdict.excluded.reason != "unknown"
 
 
-def _is_out(verdict: Verdict, rows: dict[str, Rule], fields: Fields) -> bool:
+def _stays_out(verdict: Verdict, rows: dict[str, Rule], fields: Fields) -> bool:
     """Return whether a backend is missing, or a row rejects the call whatever the fields are."""
     if verdict.missing:
         return True
@@ -221,25 +223,25 @@ def _forms(verdict: Verdict, decision: Decision, fields: Fields) -> list[Facts]:
     return [] if changed else forms
 
 
-def _on(row: Rule | Preference | Option, fields: Fields, forms: list[Facts]) -> Question | None:
-    when = _possible(row.when, fields, forms)
+def _open_row(row: Rule | Preference | Option, fields: Fields, forms: list[Facts]) -> OpenRow | None:
+    when = _live_boxes(row.when, fields, forms)
     if not when:
         return None
-    requires = _possible(row.requires, fields, forms) if isinstance(row, Rule) else ()
-    return Question(when, requires, exact=bool(forms))
+    requires = _live_boxes(row.requires, fields, forms) if isinstance(row, Rule) else ()
+    return OpenRow(when, requires, exact=bool(forms))
 
 
-def _possible(part: Box | AnyOf | str, fields: Fields, forms: list[Facts]) -> tuple[Asked, ...]:
-    """Return what is asked by every box that the other fields let hold in one of the forms."""
+def _live_boxes(part: Box | AnyOf | str, fields: Fields, forms: list[Facts]) -> tuple[OpenBox, ...]:
+    """Return the boxes that other fields do not make false in every form, with their conditions on ours."""
     found = []
     for box in boxes_of(part):
-        asked = tuple(
+        ours = tuple(
             (field, spec) for field, spec in box.items() if conditions.fields_in(field, spec) & fields
         )
-        others = tuple(condition for condition in box.items() if condition not in asked)
-        held = [_held(others, facts, stop=True) for facts in forms]
-        if any(answer != "false" for answer in held) or not forms:
-            found.append(Asked(asked, settled=bool(held) and set(held) == {"true"}))
+        others = tuple(condition for condition in box.items() if condition not in ours)
+        results = [_all_true(others, facts, stop=True) for facts in forms]
+        if any(result != "false" for result in results) or not forms:
+            found.append(OpenBox(ours, decides=bool(results) and set(results) == {"true"}))
     return tuple(found)
 
 

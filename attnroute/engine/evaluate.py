@@ -80,7 +80,7 @@ class Active(NamedTuple):
         place: Its place among the rows of the backend.
         row: The row.
         guard: When it applies.
-        requirement: What must hold then.
+        requirement: What must be true then.
         is_certain: The host states every version that the row is about.
     """
 

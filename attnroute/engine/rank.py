@@ -1,4 +1,4 @@
-"""Order the candidates: wishes first, then certainty, then memory, then the preferences of the tables."""
+"""Orders the candidates: by policy, then certainty, then memory, then the preferences of the tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attnroute.tables.folders import Tables
 
 Place = tuple[int, bool, bool, bool, bool, int, str]
-"""Wished, not certain, slow tier, large mask, slow here, preferred place, name: the least comes first."""
+"""Place in the policy, not certain, slow tier, large mask, slow here, preferred place, name: least first."""
 
 Rows = tuple[PreferenceRow, ...]
 
@@ -28,7 +28,7 @@ class Ranked(Protocol):
 
     @property
     def status(self) -> Status:
-        """The worst that holds."""
+        """The worst that applies."""
 
     @property
     def excluded(self) -> Exclusion | None:
@@ -44,7 +44,7 @@ class Ranked(Protocol):
 
 
 def preferred(facts: Facts, host: Host, tables: Tables) -> Rows:
-    """Return the preferences that hold for this call, the one that counts most first."""
+    """Return the preferences that apply to this call, the one that counts most first."""
     rows = preferences(tables, host.arch)
     return tuple(row for row in rows if certainly_holds(row.preference, facts, host))
 
@@ -53,7 +53,7 @@ def why(rows: Rows, order: tuple[str, ...]) -> str:
     """Name the preferences that made an order, and give the reason of the first.
 
     Args:
-        rows: Those that hold, the one that counts most first.
+        rows: Those that apply, the one that counts most first.
         order: The backends that may run.
 
     Returns:
@@ -87,7 +87,7 @@ def ranked(
 
 
 def may_precede(backend: str, decision: Decision, rows: Rows, slow_tier: frozenset[str]) -> bool:
-    """Return whether a backend is selected, or would be if nothing in the tables spoke against it."""
+    """Return whether a backend is selected, or would be if no row ruled it out."""
     if decision.selected is None:
         return True
     chosen, policy, declared = decision.verdict(decision.selected), decision.policy, in_order(rows)
@@ -102,12 +102,12 @@ def _place(
     verdict: Ranked | None,
     slow_tier: frozenset[str],
 ) -> Place:
-    """Return where a backend stands; without a verdict, where it would if no row spoke against it."""
-    wishes = [*policy.prefer, *(policy.allow or ())]
-    wished = wishes.index(backend) if backend in wishes else len(wishes)
+    """Return the sort key of a backend; without a verdict, the key that it has if no row is against it."""
+    listed = [*policy.prefer, *(policy.allow or ())]
+    in_policy = listed.index(backend) if backend in listed else len(listed)
     known = declared.index(backend) if backend in declared else len(declared)
     uncertain = builds = slow = False
     if verdict is not None:
         uncertain, slow = verdict.status != "eligible", verdict.is_slow
         builds = verdict.quadratic_bytes > 0
-    return (wished, uncertain, backend in slow_tier, builds, slow, known, backend)
+    return (in_policy, uncertain, backend in slow_tier, builds, slow, known, backend)

@@ -1,4 +1,4 @@
-"""Preparations as changes of a `Call`: what the call is after each, and how many bytes the change takes.
+"""Applies preparations to a `Call`: what the call is after each, and how many bytes the change takes.
 
 The executor side of each stands in `attnroute.executors.prepare.apply`. None changes the mathematical result.
 """
@@ -201,7 +201,7 @@ def _materialize_alibi(call: Call) -> Change | None:
 
 
 def _mask_shape(nodes: tuple[MaskNode, ...], call: Call) -> list[int]:
-    """Return the smallest shape that holds a conjunction: key padding has one row for all queries."""
+    """Return the smallest shape of a conjunction: key padding has one row for all queries."""
     shape = [1, 1, 1, call.seqlen_kv]
     for node in nodes:
         shape = broadcast(shape, _node_shape(node, call))
@@ -246,7 +246,7 @@ def _cast_mask(call: Call) -> Change | None:
 
 
 def _aligns(call: Call) -> bool:
-    """Return whether a copy has aligned rows: with an open length nobody can tell how much room they need."""
+    """Return whether a copy has aligned rows: with an open length the padding that they need is not known."""
     return "seqlen_kv" not in call.context.dynamic
 
 

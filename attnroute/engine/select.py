@@ -49,7 +49,7 @@ class Judgement:
     Attributes:
         rows: The rows of the backend on this host.
         form: The call as given.
-        policy: The wishes.
+        policy: The settings in force.
     """
 
     rows: Prepared
@@ -68,7 +68,7 @@ class Judgement:
 
     @cached_property
     def status(self) -> Status:
-        """Rejected > unknown > unavailable > eligible: the worst that holds."""
+        """Rejected > unknown > unavailable > eligible: the worst that applies."""
         if self.rows.never_runs:
             return "rejected"
         outcomes = [outcome for _, _, outcome, _ in self.final.blocking]
@@ -126,12 +126,12 @@ class Selection:
     """What was chosen for one call, and what every row answered.
 
     Attributes:
-        call: The question, as given.
+        call: The call, as given.
         host: The machine.
-        policy: The wishes.
-        tables: What was asked.
+        policy: The settings in force.
+        tables: The capability tables.
         judgements: One for each backend of the tables.
-        preferences: Those that hold for the call, the one that counts most first.
+        preferences: Those that apply to the call, the one that counts most first.
         order: The candidates in the order in which they would run.
     """
 

@@ -1,4 +1,4 @@
-"""What torch's own `scaled_dot_product_attention` would run: the same rows, in the order that it tries."""
+"""Predicts which kernel torch's own `scaled_dot_product_attention` runs, from the same rows in its order."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 MaskForm = Literal["none", "is_causal", "dense_mask", "dense_bias"]
 
 NO_BACKEND: Final = "none"
-"""The call cannot be said to stock attention, or none of its backends takes it."""
+"""Stock attention has no arguments for the call, or none of its backends takes it."""
 UNKNOWN: Final = "unknown"
-"""The host names no torch, or the tables do not know a version that matters."""
+"""The host names no torch, or the tables do not cover a version that matters."""
 
 
 class Stock(BaseModel):
     """The prediction.
 
     Attributes:
-        backend: flash, cudnn, efficient or math; "none" when the call cannot be said or nothing takes it,
-            "unknown" for a version that nobody named or that the tables do not know.
+        backend: flash, cudnn, efficient or math; "none" where stock attention has no arguments for the
+            call or nothing takes it, "unknown" for a version that is not given or not covered by the tables.
         score_bytes: What `backend` allocates for a score matrix, in bytes; 0 for the fused ones.
-        mask_form: How the mask and the bias are said to stock attention.
+        mask_form: How the mask and the bias are passed to stock attention.
         inexpressible: Parts of the call that stock attention has no argument for.
         order: The name of the declared order that was used, empty when none was needed.
     """
@@ -52,30 +52,30 @@ def predict(call: Call, host: Host, tables: Tables) -> Stock:
     """Predict what `scaled_dot_product_attention(..., enable_gqa=True where heads differ)` runs.
 
     Args:
-        call: The question. A mask is said as is_causal where that is all it says, else as one tensor.
+        call: The call. A mask is passed as is_causal where it is no more than that, else as one tensor.
         host: The machine.
         tables: The capability tables: rows of scope "call" and "stock", feature answers and `any/stock.toml`.
 
     Returns:
-        The prediction; faults are set aside, because stock attention does not look at them.
+        The prediction; faults are set aside, because stock attention does not check for them.
     """
     inexpressible = _inexpressible(call)
     if inexpressible:
         return Stock(backend=NO_BACKEND, inexpressible=inexpressible)
-    said = stock_form(normalize(call))
+    stock_call = stock_form(normalize(call))
     row = _order(host, tables)
     if row is None:
-        return Stock(backend=UNKNOWN, mask_form=mask_form(said))
-    form, rows = Form(said), prepared(tables, host, STOCK_SCOPES)
+        return Stock(backend=UNKNOWN, mask_form=mask_form(stock_call))
+    form, rows = Form(stock_call), prepared(tables, host, STOCK_SCOPES)
     answers = ((b, _accepts(form, rows[b])) for b in row.order)
     backend, answer = next(((b, a) for b, a in answers if a != "no"), (NO_BACKEND, "no"))
     if answer == "unknown":
-        return Stock(backend=UNKNOWN, mask_form=mask_form(said), order=row.name)
+        return Stock(backend=UNKNOWN, mask_form=mask_form(stock_call), order=row.name)
     quadratic = backend in tables.backends and tables.backends[backend].memory == "quadratic"
     return Stock(
         backend=backend,
         score_bytes=score_bytes(call) if quadratic else 0,
-        mask_form=mask_form(said),
+        mask_form=mask_form(stock_call),
         order=row.name,
     )
 
@@ -84,19 +84,19 @@ def stock_form(call: Call) -> Call:
     """Return the call as stock attention gets it: is_causal alone, or one tensor of masks and bias."""
     plain = Context(dynamic=call.context.dynamic)
     bare = call.changed(context=plain, return_lse=False)
-    if _says_is_causal(bare) or (not bare.mask) or (bare.bias is None and _is_one_tensor(bare)):
+    if _is_causal_alone(bare) or (not bare.mask) or (bare.bias is None and _is_one_tensor(bare)):
         return bare
     masked = _materialized(bare)
     return masked if masked.bias is None else _merged(masked)
 
 
 def mask_form(call: Call) -> MaskForm:
-    """Return how a call in stock form says its mask."""
+    """Return how a call in stock form passes its mask."""
     if call.bias is not None:
         return "dense_bias"
     if not call.mask:
         return "none"
-    return "is_causal" if _says_is_causal(call) else "dense_mask"
+    return "is_causal" if _is_causal_alone(call) else "dense_mask"
 
 
 def _inexpressible(call: Call) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ def _inexpressible(call: Call) -> tuple[str, ...]:
     return tuple(name for name, there in parts.items() if there)
 
 
-def _says_is_causal(call: Call) -> bool:
+def _is_causal_alone(call: Call) -> bool:
     return call.mask == (CausalNode(),) and call.bias is None
 
 
@@ -121,14 +121,14 @@ def _is_one_tensor(call: Call) -> bool:
 
 
 def _materialized(call: Call) -> Call:
-    """Say every mask node as one bool tensor; one that has to be built at each length has the known shape."""
+    """Merge all mask nodes into one bool tensor; open lengths count as those of the call."""
     static = call.changed(context=Context())
     change = repairs.apply("materialize_mask", static)
     return call if change is None else change[0].changed(context=call.context)
 
 
 def _merged(call: Call) -> Call:
-    """Say mask and bias as one bias of the query's dtype, as the caller must."""
+    """Merge mask and bias into one bias of the query's dtype, as a caller of stock attention must."""
     change = repairs.apply("cast_mask", call)
     merged = call if change is None else change[0]
     bias = merged.bias
@@ -155,7 +155,7 @@ def _applies(row: StockOrder, host: Host) -> bool:
 
 
 def _accepts(form: Form, rows: Prepared) -> Literal["yes", "no", "unknown"]:
-    """Return torch's own answer: limits count, faults do not, because its selector looks at no faults."""
+    """Return torch's own answer: limits count, faults do not, because its selector checks no faults."""
     if any(version_of(name, rows.host.versions) is None for name in rows.info.needs):
         return "no"
     outcomes = {outcome for _, kind, outcome, _ in Evaluation(rows, form).blocking if kind == "limit"}

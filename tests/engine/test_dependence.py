@@ -9,7 +9,7 @@ from support.open_lengths import graph_of, graphs_for
 from support.strategies import calls, hosts
 
 from attnroute.engine.decide import decide
-from attnroute.engine.dependence import OPEN, questions_of
+from attnroute.engine.dependence import OPEN, open_rows
 from attnroute.question import fits
 from attnroute.question.host import Host
 from attnroute.question.line import parse
@@ -125,8 +125,8 @@ def test_a_backend_behind_the_selected_one_is_not_asked():
     call = normalize(parse("bf16 b2 hq4 hkv2 sq130 d64 window=100,0 train"))
     decision = decide(call, machine, tables)
     assert decision.selected == "flash"
-    asked = {field for field, _ in _conditions(questions_of(decision, tables, OPEN))}
-    assert not asked & {"seqlen_q_mod_128", "seqlen_kv_mod_128"}
+    read = {field for field, _ in _conditions(open_rows(decision, tables, OPEN))}
+    assert not read & {"seqlen_q_mod_128", "seqlen_kv_mod_128"}
 
 
 def test_only_a_preference_that_could_put_another_backend_first_is_asked():
@@ -135,8 +135,8 @@ def test_only_a_preference_that_could_put_another_backend_first_is_asked():
     for versions, selected in ((TORCHS, "cudnn"), (EVERYTHING, "fa4")):
         decision = decide(call, host("sm_90", versions), load())
         assert decision.selected == selected
-        asked = {field for field, _ in _conditions(questions_of(decision, load(), OPEN))}
-        assert ("score_elements" in asked) is (selected == "fa4")
+        read = {field for field, _ in _conditions(open_rows(decision, load(), OPEN))}
+        assert ("score_elements" in read) is (selected == "fa4")
 
 
 def test_a_backend_that_is_preferred_or_required_is_asked_alone():
@@ -145,9 +145,9 @@ def test_a_backend_that_is_preferred_or_required_is_asked_alone():
     for policy in (Policy(require="cudnn"), Policy(prefer=("cudnn",))):
         decision = decide(call, machine, tables, policy)
         assert decision.selected == "cudnn"
-        asked = {field for field, _ in _conditions(questions_of(decision, tables, OPEN))}
-        assert "seqlen_kv_mod_128" in asked
-        assert "score_elements" not in asked
+        read = {field for field, _ in _conditions(open_rows(decision, tables, OPEN))}
+        assert "seqlen_kv_mod_128" in read
+        assert "score_elements" not in read
 
 
 @pytest.mark.parametrize(
@@ -160,18 +160,18 @@ def test_a_backend_that_is_preferred_or_required_is_asked_alone():
     ],
     ids=["banned", "not allowed", "not required", "failed"],
 )
-def test_a_backend_that_a_wish_keeps_out_is_not_asked(policy):
+def test_a_backend_that_policy_excludes_is_not_asked(policy):
     """On its own cuDNN comes first here and asks about lengths modulo 128."""
     machine, tables = host("sm_90", TORCHS), load()
     call = normalize(parse("bf16 b2 hq4 sq130 d64 train"))
     decision = decide(call, machine, tables, policy)
     assert decision.selected == "flash"
-    asked = {field for field, _ in _conditions(questions_of(decision, tables, OPEN))}
-    assert not asked & {"seqlen_q_mod_128", "seqlen_kv_mod_128"}
+    read = {field for field, _ in _conditions(open_rows(decision, tables, OPEN))}
+    assert not read & {"seqlen_q_mod_128", "seqlen_kv_mod_128"}
 
 
-def _conditions(questions):
-    boxes = (box for q in questions for box in (*q.when, *q.requires))
+def _conditions(rows):
+    boxes = (box for row in rows for box in (*row.when, *row.requires))
     return {(field, str(spec)) for box in boxes for field, spec in box.conditions}
 
 

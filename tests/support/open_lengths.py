@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision
-from attnroute.engine.dependence import OPEN, answer, open_facts, questions_of
+from attnroute.engine.dependence import OPEN, evaluate_row, open_facts, open_rows
 from attnroute.question.normalize import normalize
 
 Sizes = tuple[int, int, int]
@@ -92,8 +92,8 @@ def graph_of(call, host, tables, policy=None):
     example = (simple.batch, simple.seqlen_q, simple.seqlen_kv)
     parts = (Open(lambda s, n=n: s[n], example, notes) for n in range(3))
     facts = open_facts(simple, *parts)
-    for question in questions_of(decision.model_copy(update={"call": simple}), tables, OPEN):
-        answer(question, facts)
+    for row in open_rows(decision.model_copy(update={"call": simple}), tables, OPEN):
+        evaluate_row(row, facts)
     return Graph(decision, notes)
 
 

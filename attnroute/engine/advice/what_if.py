@@ -71,9 +71,9 @@ def _changes(selection: Selection) -> Iterator[_Change]:
 
 
 def _versions_hint(kind: Literal["install", "upgrade"], ranges: tuple[Range, ...]) -> Hint:
-    said = [(r.name, None if r.version == ANY_VERSION else r.version, r.below) for r in ranges]
-    name, version, below = said[0]
-    return Hint(kind=kind, change=name, version=version, below=below, also=tuple(said[1:]), selects="")
+    parts = [(r.name, None if r.version == ANY_VERSION else r.version, r.below) for r in ranges]
+    name, version, below = parts[0]
+    return Hint(kind=kind, change=name, version=version, below=below, also=tuple(parts[1:]), selects="")
 
 
 def _call_changes(call: Call) -> Iterator[tuple[Hint, Call]]:
