@@ -60,22 +60,8 @@ class Choice:
     compiles: bool
 
     @classmethod
-    def of(cls, decision: Decision) -> Choice:
-        """Return what stays of a decision that selected something."""
-        verdict = decision.verdict(decision.selected or "")
-        return cls(
-            decision.call,
-            decision.host,
-            decision.policy,
-            verdict.backend,
-            verdict.repairs,
-            verdict.options,
-            verdict.first_call_seconds is not None,
-        )
-
-    @classmethod
-    def of_selection(cls, selection: Selection) -> Choice:
-        """Return what stays of a selection that found something; its decision would give the same."""
+    def of(cls, selection: Selection) -> Choice:
+        """Return what stays of a selection that found something."""
         judgement = selection.judgements[selection.selected or ""]
         return cls(
             selection.call,
@@ -97,14 +83,14 @@ _CLASSES: Memory[object, Choice] = Memory(
     f"{__name__}._CLASSES",
     "when its backend fails",
 )
-_DECISIONS: Memory[object, Decision] = Memory(
+_DECISIONS: Memory[object, tuple[Choice, Decision]] = Memory(
     DECISIONS_KEPT, f"{__name__}._DECISIONS", "when its backend fails"
 )
 
 
 def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
     """Drop the choices of a backend that `concerns` picks out; return them."""
-    _DECISIONS.drop(lambda decision: decision.selected == backend)
+    _DECISIONS.drop(lambda made: made[0].backend == backend)
     return _CLASSES.drop(lambda choice: choice.backend == backend and concerns(choice))
 
 
@@ -114,26 +100,31 @@ def chosen(call: Call, host: Host, tables: Tables, policy: Policy) -> Choice:
     choice = None if where is None else _CLASSES.get(where)
     if choice is None:
         selection = _new_selection(call, host, tables, policy)
-        choice = Choice.of_selection(selection)
+        choice = Choice.of(selection)
         if _is_shared(where, choice.backend, tables):
             _CLASSES.put(where, choice)
     return choice
 
 
-def decided(call: Call, host: Host, tables: Tables, policy: Policy) -> Decision:
-    """Return the whole decision for a class of calls."""
+def decided(call: Call, host: Host, tables: Tables, policy: Policy) -> tuple[Choice, Decision]:
+    """Return what was chosen for a class of calls, and the whole decision."""
     policy, where = _class(call, host, tables, policy)
-    decision = None if where is None else _DECISIONS.get(where)
-    if decision is None:
-        decision = describe(_new_selection(call, host, tables, policy))
-        if _is_shared(where, decision.selected, tables):
-            _DECISIONS.put(where, decision)
-    return decision
+    made = None if where is None else _DECISIONS.get(where)
+    if made is None:
+        selection = _new_selection(call, host, tables, policy)
+        made = (Choice.of(selection), describe(selection))
+        if _is_shared(where, selection.selected, tables):
+            _DECISIONS.put(where, made)
+    return made
 
 
-def explained(call: Call, host: Host, tables: Tables, policy: Policy, *, advise: bool) -> Decision:
-    """Return a decision made anew, of which nothing is kept."""
-    return decide(call, host, tables, failures.known(call, host, policy), advise=advise)
+def explained(
+    call: Call, host: Host, tables: Tables, policy: Policy, *, advise: bool
+) -> tuple[Choice | None, Decision]:
+    """Return a choice and its decision made anew, of which nothing is kept; None where nothing may run."""
+    selection = select(call, host, tables, failures.known(call, host, policy))
+    choice = None if selection.selected is None else Choice.of(selection)
+    return choice, describe(selection, advise=advise)
 
 
 def _class(call: Call, host: Host, tables: Tables, policy: Policy) -> tuple[Policy, object]:

@@ -109,9 +109,9 @@ def trace(problem: Problem, policy: Policy) -> Route:
         # An exported program is never traced anew, so what is chosen must do for every length.
         call = guards.open_lengths(call, extent)
         return _route(problem, call, choices.chosen(call, host, tables, policy))
-    decision = choices.decided(call, host, tables, policy)
+    choice, decision = choices.decided(call, host, tables, policy)
     guards.guard_decision(decision.model_copy(update={"call": call}), extent, tables)
-    return _route(problem, call, Choice.of(decision))
+    return _route(problem, call, choice)
 
 
 def decision_of(problem: Problem, policy: Policy, *, advise: bool = False) -> Decision:
@@ -121,20 +121,20 @@ def decision_of(problem: Problem, policy: Policy, *, advise: bool = False) -> De
         ArgumentError: The arguments mean nothing.
     """
     call, host, tables = _question(problem, policy)
-    decision = choices.explained(call, host, tables, policy, advise=advise)
-    return _with_compile_time(decision, call, problem) if advise else decision
+    choice, decision = choices.explained(call, host, tables, policy, advise=advise)
+    return decision if choice is None or not advise else _with_compile_time(decision, choice, call, problem)
 
 
-def _with_compile_time(decision: Decision, call: Call, problem: Problem) -> Decision:
+def _with_compile_time(decision: Decision, choice: Choice, call: Call, problem: Problem) -> Decision:
     """Say how long the structure of the call took to compile, where it was compiled already."""
-    if decision.selected is None or not registry.is_imported(_module_of(decision.selected, decision.policy)):
+    if not registry.is_imported(_module_of(choice.backend, choice.policy)):
         return decision
-    route = _route(problem, call, Choice.of(decision))
+    route = _route(problem, call, choice)
     if route.executor.compiled_seconds is None:
         return decision
     seconds = route.executor.compiled_seconds(_inputs(route, problem), route.plan)
     verdicts = tuple(
-        v.model_copy(update={"compiled_seconds": seconds}) if v.backend == decision.selected else v
+        v.model_copy(update={"compiled_seconds": seconds}) if v.backend == choice.backend else v
         for v in decision.verdicts
     )
     return decision.model_copy(update={"verdicts": verdicts})

@@ -41,17 +41,12 @@ def decide(
         TableError: The tables are malformed or do not describe the host's architecture.
     """
     policy = policy or Policy()
-    selection = select(call, host, tables or load(policy.tables), policy)
-    decision = describe(selection)
-    if not advise:
-        return decision
-    advice = {"hints": what_if.hints(selection), "stock": stock.predict(call, host, selection.tables)}
-    return decision.model_copy(update=advice)
+    return describe(select(call, host, tables or load(policy.tables), policy), advise=advise)
 
 
-def describe(selection: Selection) -> Decision:
-    """Return a selection with every row's answer as a finding."""
-    return Decision(
+def describe(selection: Selection, *, advise: bool = False) -> Decision:
+    """Return a selection with every row's answer as a finding, and with advice if that is wanted."""
+    decision = Decision(
         call=selection.call,
         host=selection.host,
         policy=selection.policy,
@@ -59,6 +54,12 @@ def describe(selection: Selection) -> Decision:
         order=selection.order,
         selected=selection.selected,
         why_this_order=why(selection.preferences, selection.order),
+    )
+    if not advise:
+        return decision
+    call, host, tables = selection.call, selection.host, selection.tables
+    return decision.model_copy(
+        update={"hints": what_if.hints(selection), "stock": stock.predict(call, host, tables)}
     )
 
 
