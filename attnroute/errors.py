@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _ALIKE: Final = 0.7
 ECHO: Final = 100
-"""Characters of what somebody wrote that a message repeats."""
+"""Most characters of a user's text that a message repeats."""
 
 
 class AttnRouteError(Exception):
@@ -71,21 +71,21 @@ class KernelRefusedError(AttnRouteError, RuntimeError):
 
     Attributes:
         backend: Whose kernel it is.
-        said: What the package said, in one line.
+        said: The error of the package, in one line.
         lasts: Such a call will be refused again; False where the reason lies in what surrounds this one.
     """
 
     lasts = True
 
     def __init__(self, message: str, backend: str = "", said: str = "") -> None:
-        """Keep beside the sentence what it was made of."""
+        """Keep the parts of the message as attributes."""
         super().__init__(message)
         self.backend = backend
         self.said = said or message
 
 
 class NotCompiledError(KernelRefusedError):
-    """The selected backend must be compiled and cannot be: run uncompiled, it would hold all scores."""
+    """The selected backend must be compiled and cannot be: run uncompiled, it would allocate all scores."""
 
 
 class QuadraticAttentionWarning(UserWarning):
@@ -93,7 +93,7 @@ class QuadraticAttentionWarning(UserWarning):
 
 
 class RerouteWarning(UserWarning):
-    """A kernel was refused before its launch and another backend runs; the message tells the whole story."""
+    """A kernel was refused before its launch and another backend runs; the message explains it."""
 
 
 class OverrideWarning(UserWarning):
@@ -117,7 +117,7 @@ def argument_error(argument: str, required: str, got: object, to_do: str) -> Arg
 
 
 def _shown(got: object) -> str:
-    """Say what was given, of long texts the beginning."""
+    """Return what was given as text, of a long one the beginning."""
     try:
         text = str(got)
     except ValueError:
@@ -165,14 +165,14 @@ def shortened(text: str, most: int = ECHO) -> str:
 
 
 def quoted(text: object) -> str:
-    """Return what somebody wrote as a message repeats it: in quotes, a long text shortened."""
+    """Return a user's text as a message repeats it: in quotes, a long text shortened."""
     return f'"{shortened(str(text))}"'
 
 
 def did_you_mean(word: str, choices: Iterable[str], shared: str = "") -> str:
     """Return '; did you mean "x"?' for a choice that is nearly the word, or an empty string.
 
-    Words that have half of their letters in common are not alike: no suggestion is better than a wrong one.
+    The cutoff is high, because no suggestion is better than a wrong one.
 
     Args:
         word: What was written.

@@ -26,8 +26,8 @@ class Scope:
     Attributes:
         block: The block.
         below: The scope around it.
-        policy: What holds inside.
-        guard: The same as a text, which a compiled graph is bound to.
+        policy: The settings in force inside.
+        guard: The same as a text, on which a compiled graph has a guard.
         task: The backward pass in which it was entered, -1 outside of one.
     """
 
@@ -75,11 +75,11 @@ def stated_in(task: int) -> list[Policy]:
 class Override:
     """What `override()` returns: a block for ``with``, and a decorator.
 
-    What was entered stands in the context of the thread or task, so one object may steer several at a time.
+    Entries are kept in the context of the thread or task, so one object may be entered in several at a time.
 
     Attributes:
         stated: What the block states.
-        below: Returns what holds outside of every block.
+        below: Returns the settings in force outside of every block.
     """
 
     _used = True
@@ -123,7 +123,7 @@ class Override:
 
 
 def outside_of_graphs(function: Any) -> None:
-    """Make a function a graph break at once: dynamo knows no ContextVar, and would follow far first.
+    """Make a function a graph break: dynamo cannot trace a ContextVar, and would break deep inside of it.
 
     These are the marks that `torch.compiler.disable` sets; no torch is loaded here.
     """

@@ -1,4 +1,4 @@
-"""Reads the variables `ATTNROUTE_*`, and merges them with `override()` and what a call names itself.
+"""Reads the variables `ATTNROUTE_*`, and merges them with `override()` and the arguments of a call.
 
 The environment is read once, at the first call; `reload()` reads it again. A warm call
 runs nothing of this module but one ContextVar lookup.
@@ -31,7 +31,7 @@ _FALSE = ("0", "false", "no", "off", "")
 ExplainMode = Literal["off", "once", "changes", "all"]
 _EXPLAIN_MODES = ("off", "once", "changes", "all")
 _Reader = Callable[[str, str, tuple[str, ...]], dict[str, object]]
-"""A variable's name, its text and the backends that there are, to what it sets."""
+"""Maps a variable's name, its text and the known backends to the settings that it makes."""
 _NAMING = frozenset({"ATTNROUTE_BACKEND", "ATTNROUTE_BACKENDS"})
 """The variables that name backends."""
 
@@ -48,20 +48,20 @@ VARIABLES: dict[str, str] = {
 
 
 def current() -> Policy:
-    """Return what `override()` and the environment say now."""
+    """Return the settings of `override()` and the environment that are in force now."""
     scope = scope_here()
     return environment() if scope is None else scope.policy
 
 
 @cached(1, INSTALLED)
 def environment() -> Policy:
-    """Return what the environment says, read at the first call."""
+    """Return the settings of the environment, read at the first call."""
     return from_environment(os.environ)
 
 
 @cached(1, INSTALLED)
 def explain_mode() -> ExplainMode:
-    """Return what ATTNROUTE_EXPLAIN asks for, read at the first call."""
+    """Return the mode that ATTNROUTE_EXPLAIN sets, read at the first call."""
     value = os.environ.get("ATTNROUTE_EXPLAIN", "off").strip().lower() or "off"
     return _one_of("ATTNROUTE_EXPLAIN", value, _EXPLAIN_MODES)  # type: ignore[return-value]
 
@@ -85,7 +85,7 @@ def from_environment(environ: Mapping[str, str]) -> Policy:
     settings: dict[str, object] = {}
     origin: dict[str, str] = {}
     given = {name: text.strip() for name, text in environ.items() if name.startswith(PREFIX)}
-    # The tables say which backends there are.
+    # First the tables: they define which names of backends the other variables may have.
     folder = _tables("ATTNROUTE_TABLES", given.get("ATTNROUTE_TABLES", ""))
     known = known_backends(folder) if _NAMING & given.keys() else ()
     for name, text in sorted(given.items()):
@@ -111,7 +111,7 @@ def override(
 ) -> Override:
     """Steer every call inside a block, in this thread or task, also in code that cannot be edited.
 
-    ``with override(...):`` holds until the block ends; ``@override(...)`` holds in each call of a function or
+    ``with override(...):`` applies until the block ends, ``@override(...)`` in each call of a function or
     coroutine function. One that is dropped unused warns. A block may be entered again, and by several tasks.
 
     Args:
@@ -166,13 +166,13 @@ def call_policy(backend: str | None, prefer: str | Iterable[str] | None) -> Poli
     try:
         return _merged(below, backend, names)
     except TypeError:
-        # Not hashable, so no name of a backend; the checks say so.
+        # Not hashable, so not the name of a backend: the checks of `_merge` raise the error.
         return _merge(below, backend, names)
 
 
 @cached(256)
 def _merged(below: Policy, backend: str | None, prefer: str | tuple[str, ...] | None) -> Policy:
-    """A model names the same backend in every call."""
+    """Cached, because a model names the same backend in every call."""
     return _merge(below, backend, prefer)
 
 
@@ -192,7 +192,7 @@ def policy_of(
     """Build a policy from backend names.
 
     Args:
-        origin: Who says so.
+        origin: Where the names come from, for errors and explanations.
         backend: The only backend that may run.
         prefer: Backends to try first.
         allow: The only backends that may run, in this order.
@@ -234,7 +234,7 @@ def known_backends(tables: Path | None = None) -> tuple[str, ...]:
 
 
 def _as_tuple(value: object) -> tuple[Any, ...]:
-    """Return one name or several as a tuple; what is neither is named by the check of each."""
+    """Return one name or several as a tuple; `_backend` rejects what is neither."""
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else (value,)
 
 

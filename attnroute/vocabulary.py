@@ -1,6 +1,6 @@
-"""The closed lists of words that code, tables, command line and documents share.
+"""The closed lists of names that code, tables, command line and documents share.
 
-One word names one thing everywhere; `docs/glossary.md` says what each means.
+One name means one thing everywhere; `docs/glossary.md` explains each.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ BUILD_MASKS: Final[frozenset[str]] = frozenset(
 """Repairs that build a dense mask or bias."""
 
 MASK_DEPTH: Final = 64
-"""How deep combinations of masks may nest: what reads a mask goes down it, a few Python frames a level."""
+"""How deep combinations of masks may nest: functions that read a mask recurse, some Python frames a level."""
 
 GRID_LIMIT: Final = 65535
 """CUDA's limit on the y and z dimensions of a grid: what split_batch and split_heads stay below."""

@@ -1,1 +1,1 @@
-"""From the tensors of a call to the kernel that runs it; `attention` holds the public functions."""
+"""From the tensors of a call to the kernel that runs it; `attention` has the public functions."""

@@ -2,7 +2,7 @@
 
 The backward pass may stand outside of an `override()` block, and for CUDA tensors it runs on a thread of its
 own, which no override reaches. So the policy of a forward is kept: on the frame that torch makes for each
-checkpoint that is not reentrant, call by call, and else under what tells the call from others.
+checkpoint that is not reentrant, call by call, and otherwise under a key of the call.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def is_near() -> bool:
 
 
 def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> Policy:
-    """Return the policy that holds for a call near a checkpoint.
+    """Return the policy in force for a call near a checkpoint.
 
     Args:
         problem: The call.
@@ -88,8 +88,8 @@ def _note(signature: Hashable, policy: Policy) -> None:
 def _of_forward(signature: Hashable, given: Given) -> Policy:
     """Return the policy of the last call like this that ran outside of a backward pass.
 
-    What was entered inside of this backward pass holds on top: a recomputed function enters the blocks of its
-    forward again, and a backward of the user's own may have blocks that its forward had not.
+    Blocks that were entered inside of this backward pass apply on top: a recomputed function enters those of
+    its forward again, and a backward of the user's own may have blocks that its forward had not.
     """
     policy = _POLICIES.get(signature) or environment()
     for stated in stated_in(_backward_pass()):

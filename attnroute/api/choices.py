@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CLASSES_KEPT = 1024
-"""Choices for calls that only lengths tell apart and that are decided alike."""
+"""Choices for calls that differ only in lengths and get the same decision."""
 DECISIONS_KEPT = 32
 """Whole decisions, of some 80 kB each, for the layers of a model that is traced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What stays of a decision, whose findings are made again where somebody asks.
+    """The part of a decision that is kept; its findings are computed again for an explanation.
 
     Attributes:
         call: The first call of its class.

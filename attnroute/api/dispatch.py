@@ -21,7 +21,7 @@ def run(given: Given) -> Output:
     """Run one call; eager calls and those of a tracer come this way.
 
     Returns:
-        The output and, where the call asks for it, the log-sum-exp.
+        The output and, where the call requests it, the log-sum-exp.
     """
     if torch.is_inference_mode_enabled() and torch.is_grad_enabled():
         # Nothing is recorded there, whatever `torch.enable_grad` says, but autograd functions would try to.

@@ -32,13 +32,13 @@ def signature_of(call: Call, host: Host, policy: Policy) -> Hashable:
     return (host, facts, transform, simple.seqlen_q > 1, tuple(node.kind for node in simple.mask))
 
 
-def record(signature: Hashable, backend: str, said: str) -> bool:
+def record(signature: Hashable, backend: str, reason: str) -> bool:
     """Remember that a backend refused such calls.
 
     Returns:
         Whether that is new.
     """
-    known, own = _FAILED.keep(signature, dict), (said,)
+    known, own = _FAILED.keep(signature, dict), (reason,)
     return backend not in known and known.setdefault(backend, own) is own
 
 
@@ -52,7 +52,7 @@ def known(call: Call, host: Host, policy: Policy) -> Policy:
     found = _FAILED.get(signature_of(call, host, policy))
     if found is None:
         return policy
-    return also_failed(policy, {backend: said for backend, (said,) in found.copy().items()})
+    return also_failed(policy, {backend: reason for backend, (reason,) in found.copy().items()})
 
 
 def also_failed(policy: Policy, refused: dict[str, str]) -> Policy:

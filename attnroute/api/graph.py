@@ -28,7 +28,7 @@ _BOUNDS = ("max_seqlen_q", "max_seqlen_kv")
 def run(given: Given) -> Output:
     """Run one call inside a graph.
 
-    Masks and biases that hold functions stay outside of it: the call is then a graph break.
+    Masks and biases with functions stay outside of it: the call is then a graph break.
     """
     mask, bias = given.mask, given.bias
     changes: dict[str, Any] = {}

@@ -37,7 +37,7 @@ def take(given: Given) -> Problem:
 
     Raises:
         ArgumentError: query, key or value is no tensor, or lies on a device that no backend knows; what is
-            given in another form means nothing; determinism that no kernel would heed is asked for.
+            given in another form means nothing; determinism is requested that no kernel provides.
     """
     query, key, value = given.query, given.key, given.value
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
@@ -95,7 +95,7 @@ def _surround(problem: Problem) -> None:
     """Fill in what torch's modes say: gradients, determinism, transforms.
 
     Raises:
-        ArgumentError: Determinism is asked for that the backward of torch's kernels would not heed.
+        ArgumentError: Determinism is requested that the backward of torch's kernels would not provide.
     """
     given = problem.given
     problem.training = (
@@ -128,7 +128,7 @@ def _transform(problem: Problem) -> str | None:
     innermost = innermost_transform()
     if innermost is not None:
         kinds = {_TransformType.Vmap: "vmap", _TransformType.Jvp: "forward_ad"}
-        # functorch's grad may be nested, and its inner level cannot be told from the outside: only the
+        # functorch's grad may be nested, and its inner level cannot be seen from the outside: only the
         # composite is differentiable at every level.
         return kinds.get(innermost.key(), "double_backward")
     given = problem.given
@@ -155,7 +155,7 @@ def _with_own_mask(given: Given) -> Given:
 
 
 def _check_lengths(causal_bias: Tensor, given: Given) -> None:
-    """A CausalBias holds the lengths that it was made for."""
+    """A CausalBias has the lengths that it was made for."""
     if given.layout not in ("bhsd", "bshd") or {given.query.dim(), given.key.dim()} != {4}:
         return
     length_at = 1 if given.layout == "bshd" else 2

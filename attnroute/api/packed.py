@@ -31,7 +31,7 @@ def lengths_without_packing(given: Given) -> ArgumentError:
 
 
 def pack(problem: Problem) -> None:
-    """Turn a call of layout thd into a batch of one whose mask holds the sequences, causal and window.
+    """Turn a call of layout thd into a batch of one whose mask has the sequences, causal and window.
 
     Query, key and value become views (1, num_heads, total, head_dim).
 

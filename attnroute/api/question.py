@@ -9,7 +9,7 @@ from attnroute.masks import Dense, Mask
 from attnroute.masks.layout import is_aligned
 from attnroute.masks.lowered.form import Extent, as_4d
 from attnroute.masks.recognition.summary import inspected_node
-from attnroute.masks.tracing import address, example, holds, is_capturing
+from attnroute.masks.tracing import address, guard_bool, is_capturing, size_hint
 from attnroute.question.call import Call, Context, Strides
 from attnroute.question.nodes import AlibiBias, Bias, DenseBias, FunctionBias, MaskNode
 
@@ -64,7 +64,7 @@ def call_of(problem: Problem, *, recognize: bool) -> Call:
 def example_extent(extent: Extent) -> Extent:
     """Return the sizes of the call that is traced, as Python ints."""
     batch, heads, seqlen_q, seqlen_kv, device = extent
-    return Extent(example(batch), int(heads), example(seqlen_q), example(seqlen_kv), device)
+    return Extent(size_hint(batch), int(heads), size_hint(seqlen_q), size_hint(seqlen_kv), device)
 
 
 def _is_captured(problem: Problem) -> bool:
@@ -107,9 +107,9 @@ def _bias(problem: Problem) -> Bias | None:
     full = as_4d(bias)
     return DenseBias(
         dtype=dtype_word(bias.dtype),
-        shape=tuple(example(n) for n in bias.shape),
+        shape=tuple(size_hint(n) for n in bias.shape),
         requires_grad=follows and bias.requires_grad,
-        last_dim_contiguous=holds(full.stride(-1) == 1),
+        last_dim_contiguous=guard_bool(full.stride(-1) == 1),
         aligned=problem.transform is not None or is_aligned(full),
     )
 
@@ -130,11 +130,13 @@ def strides_of(problem: Problem) -> Strides:
     # Only documents and padding, which are masks, can become a ragged batch.
     tokens = () if problem.mask is None else [t.transpose(1, 2) for t in tensors]
     return Strides.unchecked(
-        last_dim_contiguous=all(holds(t.stride(-1) == 1) for t in tensors),
+        last_dim_contiguous=all(guard_bool(t.stride(-1) == 1) for t in tensors),
         packed=False not in [t.is_contiguous() or t.transpose(1, 2).is_contiguous() for t in tensors],
         tokens_contiguous=False not in [t.is_contiguous() for t in tokens],
         aligned_16=False not in [_aligned(t) for t in tensors],
-        kv_heads_expanded=not all(holds(t.shape[1] <= 1) or holds(t.stride(1) != 0) for t in tensors[1:]),
+        kv_heads_expanded=not all(
+            guard_bool(t.shape[1] <= 1) or guard_bool(t.stride(1) != 0) for t in tensors[1:]
+        ),
     )
 
 

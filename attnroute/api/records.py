@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnroute.vocabulary import Alignment
 
 Output = tuple[Tensor, Tensor | None]
-"""What a call returns, and its log-sum-exp where that was asked for."""
+"""What a call returns, and its log-sum-exp where that was requested."""
 
 
 class Given(NamedTuple):
@@ -92,9 +92,9 @@ class Problem:
         score_mod: The function of a bias object.
         captured: The tensors that the function reads.
         scale: Factor on QK^T; None = head_dim_qk ** -0.5.
-        traced: A tracer holds the tensors: torch.compile, torch.export; or they lie on the device "meta".
+        traced: The tensors are a tracer's: torch.compile, torch.export; or they lie on the device "meta".
         deterministic: Only deterministic algorithms may run.
-        training: Gradients will be asked for.
+        training: Gradients will be computed.
         transform: The functorch transform around the call.
         dispatch_mode: A TorchDispatchMode is active.
         no_values: The values had no features before some were added, and the output has none.
@@ -132,7 +132,7 @@ class Problem:
 
     @property
     def whole_mask(self) -> Mask | None:
-        """Everything that masks as one object: mask, causal and window hold together."""
+        """Everything that masks as one object: mask, causal and window apply together."""
         nodes: list[Mask] = []
         if isinstance(self.mask, Mask):
             nodes.extend(self.mask.nodes)
@@ -173,7 +173,7 @@ class RouteKey(NamedTuple):
             has no memory of its own.
         dtypes: Of query, key and value.
         devices: The same.
-        training: Gradients will be asked for.
+        training: Gradients will be computed.
         trains_inputs: Query, key or value get one.
         transform: The functorch transform around the call.
         dispatch_mode: A TorchDispatchMode is active.

@@ -52,7 +52,7 @@ class Route:
         executor: The backend's.
         mask: The lowered mask where no tensor takes part in it, else None: it is then lowered per call.
         recognizes: Dense masks are replaced by what each was recognized as.
-        keeps: The lowered mask may be kept with its owner, as it holds neither that nor a function.
+        keeps: The lowered mask may be kept with its owner, as it refers neither to that nor to a function.
     """
 
     choice: Choice
@@ -142,8 +142,8 @@ def _with_compile_time(decision: Decision, choice: Choice, call: Call, problem: 
 
 def _question(problem: Problem, policy: Policy) -> tuple[Call, Host, Tables]:
     check(problem)
-    # The key of a call inside a transform does not hold what a dense mask was recognized as, and the masks of
-    # a tracer have no values to read.
+    # The key of a call inside a transform does not contain what a dense mask was recognized as, and the masks
+    # of a tracer have no values to read.
     recognize = policy.recognize and problem.transform is None and not problem.traced
     tables = load(policy.tables)
     return call_of(problem, recognize=recognize), host_of(*problem.device, tables.providers), tables
@@ -227,13 +227,13 @@ def _lowered(parts: tuple[Mask, ...], extent: Extent) -> LoweredMask:
     lowered = FULL
     for part in parts:
         lowered = part.lower(lowered, extent)
-    # An exported program holds for all lengths, also for those at which the band rules something out.
+    # An exported program serves all lengths, also for those at which the band rules something out.
     return lowered if is_exporting() else open_band(lowered, extent)
 
 
 def _lower(inputs: Inputs, route: Route, problem: Problem) -> None:
     extent, mask = problem.extent, problem.mask
-    # Before anything makes views of a tensor: then it is plain that the memory is its own.
+    # Before anything makes views of a tensor: without views it is certain that the memory is its own.
     keeper = inputs.keeper = keeper_of(_owner(problem))
 
     def make() -> LoweredMask:
@@ -250,7 +250,7 @@ def _lower(inputs: Inputs, route: Route, problem: Problem) -> None:
 
 
 def _owner(problem: Problem) -> object:
-    """Return the object that holds a mask, the band aside, under which what is prepared from it is kept.
+    """Return the object that owns a mask, the band aside, under which what is prepared from it is kept.
 
     A packed batch has a new mask object in each call, and its sums stay; neither of two sums is enough.
     """

@@ -34,7 +34,7 @@ class Outlet:
         self._stream = stream
         self._name = name
         with suppress(AttributeError, ValueError):
-            # A name that the terminal's encoding has no letters for is still said.
+            # A name that the terminal's encoding has no letters for is still printed.
             stream.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:

@@ -36,7 +36,7 @@ _ON: Final = " on "
 
 
 class Example(NamedTuple):
-    """A call, and what is said about the machine that it runs on."""
+    """A call, and what is known about the machine that it runs on."""
 
     call: Call
     arch: str | None

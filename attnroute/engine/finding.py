@@ -45,7 +45,7 @@ class Finding(BaseModel):
 
 
 def of_rule(row: RuleRow, outcome: Outcome, facts: Facts, host: Host) -> Finding:
-    """Return the finding of a row; what the call has is said only where that matters."""
+    """Return the finding of a row; with what the call has only where that matters."""
     rule = row.rule
     return Finding(
         rule=row.id,

@@ -19,7 +19,7 @@ from attnroute.vocabulary import Repair
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Output = tuple[Tensor, Tensor | None]
 """(batch, num_heads_q, seqlen_q, head_dim_v), and the log-sum-exp: (batch, num_heads_q, seqlen_q), natural,
--inf in rows with no key; None where the plan does not ask for it."""
+-inf in rows with no key; None where the plan does not request it."""
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Of query, key, value and the dense tensor `Inputs.attn`."""
 Wanted = tuple[bool, bool, bool, bool]
@@ -68,12 +68,12 @@ class Plan:
     Attributes:
         backend: The executor's name.
         repairs: Preparations in the order in which the engine made them.
-        training: Gradients will be asked for.
+        training: Gradients will be computed.
         return_lse: The caller wants the log-sum-exp.
         device_type: "cpu" or "cuda".
         options: Tile options that table rows state for the kernel, by name.
         deterministic: Only deterministic algorithms may run.
-        may_reroute: A kernel that refuses to start may be replaced, as nobody asked for it or for strictness.
+        may_reroute: A kernel that refuses to start may be replaced: neither is it required nor is strict on.
     """
 
     backend: str

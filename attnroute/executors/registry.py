@@ -55,8 +55,8 @@ def _imported(backend: str, module: str) -> Executor:
     return found
 
 
-def _refusing(message: str, backend: str, said: str) -> Executor:
+def _refusing(message: str, backend: str, reason: str) -> Executor:
     def refuse(*_: object) -> NoReturn:
-        raise KernelRefusedError(message, backend, said)
+        raise KernelRefusedError(message, backend, reason)
 
     return Executor(refuse)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnroute.executors.batched_gradients import is_batched
-from attnroute.masks.tracing import address, example, holds
+from attnroute.masks.tracing import address, guard_bool, size_hint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +65,7 @@ def _fitted(grad: Tensor, strides: Sequence[int], *, as_output: bool) -> Tensor:
     # A gradient of several samples at once has no address; each is taken out of this copy later.
     if not is_batched(grad) and (_lies_as(grad, strides) if as_output else is_packed(grad)):
         return grad
-    outermost = sorted(range(grad.dim()), key=lambda dim: -example(strides[dim]))
+    outermost = sorted(range(grad.dim()), key=lambda dim: -size_hint(strides[dim]))
     whole = grad.permute(outermost).clone(memory_format=torch.contiguous_format)
     return whole.permute([outermost.index(dim) for dim in range(grad.dim())])
 
@@ -74,9 +74,9 @@ def is_packed(tensor: Tensor) -> bool:
     """Return whether the last stride is 1 and the start and every row lie at multiples of 16 bytes."""
     size = tensor.element_size()
     rows = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    if not all(holds(n <= 1) or holds(s * size % 16 == 0) for n, s in rows):
+    if not all(guard_bool(n <= 1) or guard_bool(s * size % 16 == 0) for n, s in rows):
         return False
-    return (tensor.shape[-1] <= 1 or holds(tensor.stride(-1) == 1)) and address(tensor) % 16 == 0
+    return (tensor.shape[-1] <= 1 or guard_bool(tensor.stride(-1) == 1)) and address(tensor) % 16 == 0
 
 
 def _lies_as(grad: Tensor, strides: Sequence[int]) -> bool:

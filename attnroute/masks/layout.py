@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import SymInt, Tensor
 
-from attnroute.masks.tracing import address, example, holds, is_exporting, is_traced, is_wrapped
+from attnroute.masks.tracing import address, guard_bool, is_exporting, is_traced, is_wrapped, size_hint
 from attnroute.question.nodes import DenseNode, RecognizedNode
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ def is_aligned(tensor: Tensor) -> bool:
     if is_wrapped(tensor):
         return True
     strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return all(holds(n <= 1) or holds(s % ALIGN == 0) for n, s in strides) and address(tensor) % 16 == 0
+    return (
+        all(guard_bool(n <= 1) or guard_bool(s % ALIGN == 0) for n, s in strides)
+        and address(tensor) % 16 == 0
+    )
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -36,7 +39,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
     The rows of an exported program's open lengths are contiguous only; the engine's repairs know that.
     """
-    if tensor.dim() == 0 or is_wrapped(tensor) or (is_aligned(tensor) and holds(tensor.stride(-1) == 1)):
+    if tensor.dim() == 0 or is_wrapped(tensor) or (is_aligned(tensor) and guard_bool(tensor.stride(-1) == 1)):
         return tensor
     if isinstance(tensor.shape[-1], SymInt) and is_exporting():
         # Padded strides would follow from the open length, and who reads strides would fix it.
@@ -67,9 +70,9 @@ def dense_node(
         recognized: The nodes that allow the same, where somebody recognised them.
     """
     return DenseNode(
-        shape=tuple(example(n) for n in tensor.shape),
+        shape=tuple(size_hint(n) for n in tensor.shape),
         requires_grad=tensor.requires_grad,
-        last_dim_contiguous=tensor.dim() == 0 or holds(tensor.stride(-1) == 1),
+        last_dim_contiguous=tensor.dim() == 0 or guard_bool(tensor.stride(-1) == 1),
         aligned=is_aligned(tensor),
         empty_rows=empty_rows,
         recognized=recognized,

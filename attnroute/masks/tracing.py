@@ -1,6 +1,6 @@
-"""Questions about tensors and lengths that torch.compile, torch.export, torch.vmap or a CUDA graph may hold.
+"""Inspects tensors and sizes that may belong to torch.compile, torch.export, torch.vmap or a CUDA graph.
 
-A tracer runs Python on fake tensors without values and on lengths that it leaves open.
+A tracer runs Python on fake tensors without values and on symbolic sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ innermost_transform = torch._C._functorch.peek_interpreter_stack  # type: ignore
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Return whether a tracer holds this tensor: it has a shape, but no memory and no values.
+    """Return whether a tensor belongs to a tracer: it has a shape, but no memory and no values.
 
     True for the tensors of torch.compile, torch.export, make_fx with fake tensors, and FakeTensorMode, and
     for those on the device "meta", which have nothing but shapes.
@@ -37,13 +37,13 @@ def is_tracing() -> bool:
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export traces; torch before 2.7 has no such question, and the answer is False."""
-    question = getattr(torch.compiler, "is_exporting", None)
-    return question is not None and question()
+    """Return whether torch.export traces; torch before 2.7 cannot tell, and the result is False."""
+    found = getattr(torch.compiler, "is_exporting", None)
+    return found is not None and found()
 
 
-def example(size: int | SymInt) -> int:
-    """Return a size as it is in the call that is traced, without a guard on it."""
+def size_hint(size: int | SymInt) -> int:
+    """Return the size that the traced call has, without a guard on it."""
     if not isinstance(size, SymInt):
         return size
     node: Any = size.node
@@ -51,11 +51,12 @@ def example(size: int | SymInt) -> int:
     return int(size) if hint is None else int(hint)
 
 
-def holds(condition: bool | SymBool) -> bool:
-    """Return whether something is true of sizes that a tracer may have left open.
+def guard_bool(condition: bool | SymBool) -> bool:
+    """Return whether a condition on sizes, which may be symbolic, is true.
 
-    torch.compile makes the answer a condition of its graph. torch.export makes one program for all sizes, so
-    there it is false unless it is true of all of them: ask for what may be counted on, not for its opposite.
+    Under torch.compile the result becomes a guard of the graph. torch.export makes one program for all sizes,
+    so there the result is False unless the condition is true of all of them. Pass the condition that the code
+    relies on, not its negation, which would be False as well.
     """
     if isinstance(condition, SymBool) and is_exporting():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -65,21 +66,21 @@ def holds(condition: bool | SymBool) -> bool:
 
 
 def address(tensor: Tensor) -> int:
-    """Return where the first element lies, in bytes.
+    """Return the address of the first element in bytes; for a tracer's tensor, the offset into its storage.
 
-    A tracer knows only how far into its memory that is, and allocators hand out memory at multiples of more
-    than 16 bytes.
+    Callers check alignment to 16 bytes, and allocators return memory at multiples of more than that, so the
+    offset is enough.
     """
     if is_traced(tensor):
-        return example(tensor.storage_offset()) * tensor.element_size()
+        return size_hint(tensor.storage_offset()) * tensor.element_size()
     return tensor.data_ptr()
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Return whether a functorch transform holds this tensor, which then has no memory of its own."""
+    """Return whether a tensor is wrapped by a functorch transform: then it has no memory of its own."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))  # type: ignore[attr-defined]
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Return whether a CUDA graph records: what it replays must be computed anew from the tensor then."""
+    """Return whether a CUDA graph is being captured: its replays must compute everything from the tensor."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -54,14 +54,14 @@ def c_for_triton() -> Found:
     path = next((path for path in paths if path is not None), None)
     if path is not None:
         return Found(version="present")
-    said = f"CC names {named}, which is not on PATH" if named else "neither gcc nor clang is on PATH"
-    return Found(problem=f"it needs a C compiler, and {said}")
+    problem = f"CC names {named}, which is not on PATH" if named else "neither gcc nor clang is on PATH"
+    return Found(problem=f"it needs a C compiler, and {problem}")
 
 
 def _asked(path: str) -> Found:
     try:
         # The user chose the program in CXX, as for torch.compile, which starts it too.
-        told = subprocess.run(  # noqa: S603
+        done = subprocess.run(  # noqa: S603
             [path, "--version"],
             capture_output=True,
             encoding="utf-8",
@@ -71,5 +71,5 @@ def _asked(path: str) -> Found:
         )
     except (OSError, subprocess.SubprocessError) as error:
         return Found(problem=f"{path} --version fails: {error}")
-    number = _NUMBER.search(told.stdout.partition("\n")[0])
+    number = _NUMBER.search(done.stdout.partition("\n")[0])
     return Found(version=number[0] if number else "present")

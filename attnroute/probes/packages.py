@@ -108,10 +108,10 @@ def _without_metadata(provider: Provider, before: dict[str, Found]) -> Found:
 def _version_in(distribution: metadata.Distribution) -> str | None:
     """Return what the metadata says, None where it says nothing, as after an interrupted uninstall."""
     try:
-        said = distribution.metadata
+        fields = distribution.metadata
     except FileNotFoundError:
         return None
-    return said["Version"] if said is not None and "Version" in said else None
+    return fields["Version"] if fields is not None and "Version" in fields else None
 
 
 def _is_version(text: str) -> bool:

@@ -51,7 +51,7 @@ class Call(Plain):
 
     Lengths and head counts are Python ints. `mask` is a conjunction. `scale` is only the sign of the
     factor on QK^T: kernels care about nothing else. `qkv_requires_grad` tells a call that trains only
-    its bias from one that trains its inputs; None means nobody said.
+    its bias from one that trains its inputs; None means not known.
     """
 
     dtype: Dtype

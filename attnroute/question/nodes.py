@@ -34,7 +34,7 @@ class DocumentsNode(Record):
     """Packed documents: a query attends only keys of its own document.
 
     `lengths` are the same documents for every batch row; None when only the device knows them.
-    `contiguous` is false when nobody said that a document's tokens lie side by side (ids per token).
+    `contiguous` is false where it is not known that a document's tokens lie side by side (ids per token).
     `cross` is true for a ragged batch whose queries and keys have lengths of their own: causal and window
     nodes beside it then have a diagonal in each document.
     """

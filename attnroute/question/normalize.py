@@ -1,12 +1,12 @@
-"""Simplify the mask of a `Call` without changing who may attend.
+"""Simplifies the mask of a `Call` without changing who may attend.
 
 A node that rules nothing out at these lengths is dropped, so that a kernel without that feature stays
 eligible: `Causal("bottom_right")` with one query row is no mask at all, `Window(left=4095)` over 2048
 keys is none either.
 
 What executors get is lowered from the mask objects, not from the nodes here. Both sides simplify with the
-same functions (`conjunction`, `prefix_as`, `alive`), so that a kernel never meets more than the decision was
-told.
+same functions (`conjunction`, `prefix_as`, `alive`), so that a kernel never gets a mask
+that the decision did not know.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 def is_cross(call: Call) -> bool:
     """Return whether bands have a diagonal in each document instead of one."""
     for node in call.mask:
-        # Most masks are bands alone, and walking down a mask costs a new class of calls more than this look.
+        # Most masks are bands alone, and walking down a mask costs a new class of calls more than this check.
         if not isinstance(node, CausalNode | WindowNode):
             return any(isinstance(n, DocumentsNode) and n.cross for n in nested(call.mask))
     return False
@@ -88,16 +88,16 @@ def normalize(call: Call) -> Call:
 
 
 def recognized(call: Call) -> Call | None:
-    """Return the call with recognised dense nodes replaced by what they say, or None if there are none.
+    """Return the call with recognised dense nodes replaced by their structure, or None if there are none.
 
-    Tensors inside a disjunction or a negation stay what they are: nobody looks into them.
+    Tensors inside a disjunction or a negation stay what they are: their values are not read.
     """
     if not call.mask or not [n for n in call.mask if isinstance(n, DenseNode) and n.recognized is not None]:
         return None
     nodes: list[MaskNode] = []
     for node in call.mask:
         if isinstance(node, DenseNode) and node.recognized is not None:
-            # A tensor is taken as stock takes it: what it leaves out reaches the output where it is NaN.
+            # As in stock attention, values that the tensor leaves out reach the output where they are NaN.
             nodes.extend(_finite(n) if isinstance(n, KeyPaddingNode) else n for n in node.recognized)
         else:
             nodes.append(node)
@@ -109,7 +109,7 @@ def _finite(node: KeyPaddingNode) -> KeyPaddingNode:
 
 
 def conjunction(nodes: Nodes, sizes: Sizes) -> Nodes:
-    """Return the nodes that all must allow, simplified and each said once; none where there is no pair."""
+    """Return the nodes that all must allow, simplified and each once; none where there is no pair."""
     if sizes.is_empty:
         return ()
     if sizes.cross is not (cross := _is_cross(nodes)):
@@ -117,7 +117,7 @@ def conjunction(nodes: Nodes, sizes: Sizes) -> Nodes:
     simple: list[MaskNode] = []
     for node in nodes:
         for part in _simplified(node, sizes):
-            if part not in simple or not _says_all(part):
+            if part not in simple or not _determines_mask(part):
                 simple.append(part)
     return tuple(simple)
 
@@ -135,7 +135,7 @@ def alive(parts: Sequence[Nodes], sizes: Sizes) -> list[tuple[int, Nodes]] | Non
         simple = conjunction(part, sizes)
         if not simple:
             return None
-        repeated = all(map(_says_all, simple)) and any(simple == other for _, other in found)
+        repeated = all(map(_determines_mask, simple)) and any(simple == other for _, other in found)
         if not repeated and not any(map(_is_nobody, simple)):
             found.append((place, simple))
     return found
@@ -266,8 +266,8 @@ def _is_nobody(node: MaskNode) -> bool:
     return node == NOBODY
 
 
-def _says_all(node: MaskNode) -> bool:
-    """Return whether equal nodes are equal masks: not where only the device knows what they say."""
+def _determines_mask(node: MaskNode) -> bool:
+    """Return whether equal nodes are equal masks: not where their values are on the device alone."""
     if isinstance(node, DocumentsNode):
         return node.lengths is not None and node.contiguous
     if isinstance(node, KeyPaddingNode):
@@ -275,7 +275,7 @@ def _says_all(node: MaskNode) -> bool:
     if isinstance(node, PrefixNode):
         return node.lengths is not None
     if isinstance(node, AnyNode):
-        return all(_says_all(inner) for part in node.parts for inner in part)
+        return all(_determines_mask(inner) for part in node.parts for inner in part)
     if isinstance(node, NotNode):
-        return all(map(_says_all, node.part))
+        return all(map(_determines_mask, node.part))
     return not isinstance(node, DenseNode | FunctionNode)

@@ -1,7 +1,7 @@
-"""Bases of the records that a question is made of: checked where users make them, unchecked inside.
+"""Base classes of `Call`, `Host` and `Policy`: validated where users make them, unchecked inside.
 
-JSON, TOML and the constructors of `Call`, `Host` and `Policy` are the edges: there pydantic checks every
-field. What attnroute itself derives from records that passed there is made without a check.
+JSON, TOML and the constructors are the boundary: there pydantic validates every field. Records that
+attnroute derives from validated ones are made without a check.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 class Plain(Record):
-    """A record that users make, whose constructor speaks as the rest of attnroute does.
+    """A record that users make, whose constructor raises the errors of attnroute.
 
     `model_validate` and `model_validate_json` raise pydantic's own error, as everywhere.
     """
@@ -68,7 +68,7 @@ class Plain(Record):
 
 
 def raise_sentence(kind: type[BaseModel], error: ValidationError) -> NoReturn:
-    """Raise what pydantic found first as one sentence.
+    """Raise the first of pydantic's errors as one sentence.
 
     Raises:
         ArgumentError: Always.

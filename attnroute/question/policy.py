@@ -1,7 +1,7 @@
-"""What the user wants, as plain data: the engine reads this, never the environment.
+"""The settings of a decision as plain data; the engine reads these and never the environment.
 
-Settings come from the call, from `override()`, from the environment, in that precedence; `merge` puts one
-over another. A ban holds against all.
+The call overrides `override()`, which overrides the environment; `merge` puts one over another. Bans of all
+three apply.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Policy(Plain):
         tables: Overlay folder; a relative path is one of the directory in which the policy was made.
         transform: "double_backward" when the caller will differentiate twice, which no tensor shows.
         failed: Backends whose kernel was refused before its launch for calls like this one in this process,
-            each with what it said.
+            each with its error.
         origin: Where each setting came from, for the explanation: `{"ban": "ATTNROUTE_BACKENDS"}`.
     """
 
@@ -72,23 +72,23 @@ class Policy(Plain):
         return hash(self.key)
 
     def origin_of(self, setting: str) -> str:
-        """Return who set something, "the default" when nobody did."""
+        """Return where a setting came from, "the default" where it was not set."""
         return self.origin.get(setting, "the default")
 
 
 def merge(below: Policy, above: Policy) -> Policy:
-    """Put one policy over another: what `above` states wins, bans add up."""
+    """Put one policy over another: what `above` sets wins, bans add up."""
     stated = above.model_fields_set - {"origin", "ban"}
     changes = {name: getattr(above, name) for name in stated}
     changes["ban"] = tuple(dict.fromkeys((*below.ban, *above.ban)))
     bans = dict.fromkeys(p.origin["ban"] for p in (below, above) if "ban" in p.origin)
     changes["origin"] = {**below.origin, **above.origin, **({"ban": " and ".join(bans)} if bans else {})}
     if "require" in stated and above.require is not None:
-        # Who requires a backend here and now is not bound by an order given further away.
+        # A backend that is required close to the call overrides an order that was set further out.
         changes.setdefault("allow", None)
         changes.setdefault("prefer", ())
     elif below.require is not None and above.allow is not None and below.require not in above.allow:
         changes["require"] = None
-    # A copy would take the remembered key of the policy below along.
+    # Not a copy of `below`, which would keep its cached `key`.
     kept = {name: getattr(below, name) for name in Policy.model_fields}
     return Policy.model_validate({**kept, **changes})

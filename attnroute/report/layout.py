@@ -35,7 +35,7 @@ def wrapped(text: str, first: str, rest: str) -> list[str]:
 def size(count: int) -> str:
     """Say a number of bytes in the largest binary unit that it fills: "45 GiB", "1.5 MiB", "512 bytes"."""
     for unit, factor in _UNITS:
-        # A count just below a unit must not be said as 1024 of the smaller one.
+        # A count just below a unit must not be written as 1024 of the smaller one.
         if round(count / factor, 1) >= 1:
             value = count / factor
             digits = f"{value:.1f}".removesuffix(".0") if value < _ONE_DECIMAL_BELOW else f"{value:.0f}"

@@ -19,7 +19,7 @@ def render_reroute(failed: Decision, now: Decision, reason: str, *, lasts: bool 
     Args:
         failed: The decision for the backend that refused.
         now: The decision that was made without it.
-        reason: What the package said, in one line.
+        reason: The error of the package, in one line.
         lasts: Such calls will be refused again, whatever surrounds them.
     """
     backend = failed.selected or ""
@@ -36,7 +36,7 @@ def render_replaced(backend: str, reason: str, instead: str, decision: Decision 
 
     Args:
         backend: Who refused.
-        reason: What the package said, in one line.
+        reason: The error of the package, in one line.
         instead: Who ran in its place.
         decision: The decision for a call of the kind that was refused, where one is known.
     """

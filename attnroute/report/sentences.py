@@ -110,7 +110,7 @@ def needed(need: str) -> str:
 
 
 def exclusion(excluded: Exclusion) -> str:
-    """Say why policy keeps a backend out, and who said so."""
+    """Say why policy excludes a backend, and which setting does."""
     return _EXCLUSIONS[excluded.reason].format(origin=excluded.origin)
 
 

@@ -30,18 +30,18 @@ def suggestion(word: str, tables: Tables) -> str:
 
 def arch_of_card(word: str, tables: Tables) -> str | None:
     """Return the architecture of the card that a word names; None where it names none, or several."""
-    said, found = _tokens(word), dict[int, set[str]]()
+    given, found = _tokens(word), dict[int, set[str]]()
     for arch in tables.arch_names:
         for card in tables.arch(arch).cards:
-            found.setdefault(_in_common(said, _tokens(card)), set()).add(arch)
+            found.setdefault(_in_common(given, _tokens(card)), set()).add(arch)
     most = max(found, default=0)
     return next(iter(found[most])) if most and len(found[most]) == 1 else None
 
 
-def _in_common(said: list[str], card: list[str]) -> int:
+def _in_common(given: list[str], card: list[str]) -> int:
     """Return how many letters name the card: its whole name in what was said, or that in its name."""
-    name, word = "".join(card), "".join(said)
-    if name in _runs(said):
+    name, word = "".join(card), "".join(given)
+    if name in _runs(given):
         return len(name)
     is_telling = any(letter.isdigit() for letter in word) or len(word) >= _SPOKEN
     return len(word) if is_telling and word in _runs(card) else 0

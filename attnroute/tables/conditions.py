@@ -78,23 +78,23 @@ def check(field: str, spec: Spec) -> None:
 def _check_word(field: str, spec: Spec) -> None:
     words = FACTS[field].words
     terms = parse(spec) if isinstance(spec, str) else ()
-    said = [t.operand for t in terms] if isinstance(spec, str) else spec if isinstance(spec, list) else [spec]
-    wrong = [word for word in said if word not in words]
+    used = [t.operand for t in terms] if isinstance(spec, str) else spec if isinstance(spec, list) else [spec]
+    wrong = [word for word in used if word not in words]
     if wrong or any(t.op not in ("==", "!=") for t in terms):
         required = f'"==", "!=" or a list with words among {", ".join(words)}'
         raise ValueError(f"{field} requires {required}; got {shortened(repr(spec))}.")
 
 
 def _check_bool(field: str, spec: Spec) -> None:
-    said = spec if isinstance(spec, list) else [spec]
-    if not all(isinstance(value, bool) for value in said):
+    used = spec if isinstance(spec, list) else [spec]
+    if not all(isinstance(value, bool) for value in used):
         raise ValueError(f"{field} requires true or false; got {shortened(repr(spec))}.")
 
 
 def _check_number(field: str, spec: Spec) -> None:
     operands = [term.operand for term in parse(spec)] if isinstance(spec, str) else []
-    said = spec if isinstance(spec, list) else operands or [spec]
-    strange = [value for value in said if not (_is_number(value) or (operands and value in _NUMBERS))]
+    used = spec if isinstance(spec, list) else operands or [spec]
+    strange = [value for value in used if not (_is_number(value) or (operands and value in _NUMBERS))]
     if strange:
         near = (did_you_mean(strange[0], _NUMBERS) if isinstance(strange[0], str) else "") or "."
         got = quoted(strange[0]) if isinstance(strange[0], str) else str(strange[0]).lower()

@@ -125,8 +125,8 @@ class Tables:
                 msg = f"arch requires {name}/arch.toml or {ANY}/arch.toml; got neither; reinstall the tables."
                 raise TableError(msg)
             self.check_known(f"{name}/arch.toml: backends", [b for t in tables for b in t.backends])
-            said = {part: getattr(table, part) for table in tables for part in table.model_fields_set}
-            self._archs[name] = tables[0].model_copy(update=said)
+            parts = {part: getattr(table, part) for table in tables for part in table.model_fields_set}
+            self._archs[name] = tables[0].model_copy(update=parts)
         return self._archs[name]
 
     def check_known(self, where: str, names: Iterable[str]) -> None:
@@ -145,8 +145,8 @@ class Tables:
         key = (arch, backend)
         if key not in self._infos:
             nearer = [t for s in reversed(self._lineage(arch, backend)) for t in self.files(s, backend)]
-            said = [t.model_dump(include={"needs", "first_call_seconds"}, exclude_none=True) for t in nearer]
-            changes = {name: value for part in said for name, value in part.items()}
+            parts = [t.model_dump(include={"needs", "first_call_seconds"}, exclude_none=True) for t in nearer]
+            changes = {name: value for part in parts for name, value in part.items()}
             self._infos[key] = self.backends[backend].model_copy(update=changes)
         return self._infos[key]
 

@@ -159,8 +159,8 @@ def _needs(tables: Tables) -> Iterator[Problem]:
     for scope in (ANY, *tables.arch_names):
         for backend in tables.backends:
             for table in tables.files(scope, backend):
-                said = [*(table.backend.needs if table.backend is not None else ()), *(table.needs or ())]
-                for need in (need for need in said if not is_well_formed(need)):
+                needs = [*(table.backend.needs if table.backend is not None else ()), *(table.needs or ())]
+                for need in (need for need in needs if not is_well_formed(need)):
                     sentence = (
                         f'requires names of distributions, apart by " | " where one is enough; got "{need}".'
                     )

@@ -50,8 +50,8 @@ def points(tables: Tables, arch: str, backend: str, distribution: str) -> tuple[
     """
     known = tables.info(arch, backend).versions_known.get(distribution)
     rows = tables.rules(arch, backend) or ()
-    said = [row.rule.versions[distribution] for row in rows if distribution in row.rule.versions]
-    texts = [text for ranges in [*said, *([] if known is None else [known])] for text in options_of(ranges)]
+    named = [row.rule.versions[distribution] for row in rows if distribution in row.rule.versions]
+    texts = [text for ranges in [*named, *([] if known is None else [known])] for text in options_of(ranges)]
     found = {point for text in texts for spec in specifier(text) for point in _starts(distribution, spec)}
     return tuple(sorted(p for p in found if known is None or contains(known, distribution, str(p))))
 

@@ -1,4 +1,4 @@
-"""Whether some query may attend no key: said only where it is sure, from the data of a call alone."""
+"""Whether some query may attend no key: answered only where it is certain, from the data of a call alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Sizes(NamedTuple):
         seqlen_kv: Key length.
         static: They do not vary.
         is_square: They are equal, and there is one diagonal.
-        cross: Bands have a diagonal in each document, whose lengths nobody said.
+        cross: Bands have a diagonal in each document, whose lengths are not known.
     """
 
     seqlen_q: int
