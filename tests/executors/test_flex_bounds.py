@@ -23,9 +23,7 @@ from attnroute.memory import reset
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    monkeypatch.setattr(mods, "_CONSTANTS", set())
-    monkeypatch.setattr(first_call, "_LISTENERS", {})
+def nothing_compiled():
     reset()
     yield
     reset()

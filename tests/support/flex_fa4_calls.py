@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import torch
 from support.cudnn_checks import inputs_of as trained_inputs_of
 
-from attnroute.executors import first_call
 from attnroute.executors.flex import run as flex
 from attnroute.executors.protocol import Plan
 from attnroute.memory import reset
@@ -22,7 +21,6 @@ def uncompiled(monkeypatch):
     """Run dynamo's graphs as they are, which takes milliseconds instead of seconds, and collect them."""
     found = []
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: lambda g, _: found.append(g) or g.forward)
-    monkeypatch.setattr(first_call, "_LISTENERS", {})
     reset()
     yield found
     reset()

@@ -11,10 +11,10 @@ from support.mask_trees import by_block, masks, written_out
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from attnroute.masks import Blocks, KeyPadding, Window
-from attnroute.masks.lowered import mods
 from attnroute.masks.lowered.blocks import guess
 from attnroute.masks.lowered.form import FULL, Extent
 from attnroute.masks.lowered.mods import CONSTANT_BANDS, Names, expression
+from attnroute.memory import reset
 
 CPU = torch.device("cpu")
 
@@ -24,8 +24,8 @@ def anybody(b, h, i, j):
 
 
 @pytest.fixture(autouse=True)
-def no_constants_yet(monkeypatch):
-    monkeypatch.setattr(mods, "_CONSTANTS", set())
+def no_constants_yet():
+    reset()
 
 
 def asked(mask, extent, names=None):
