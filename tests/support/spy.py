@@ -55,7 +55,9 @@ def profiled(backend):
 
     Fails also where flex holds all scores at once, as it does uncompiled.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    # Without acc_events torch 2.11 warns at the first profile of a process.
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         yield profile
     seen = {event.key for event in profile.key_averages()}
     backends = {name for name, info in load().backends.items() if seen.intersection(info.operators)}
