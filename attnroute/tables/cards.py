@@ -1,4 +1,4 @@
-"""From the name of a card, as people say it, to the architecture that the tables describe."""
+"""From the name of a card, as people or drivers say it, to what the tables say of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Final
 from attnroute.errors import ECHO, did_you_mean
 
 if TYPE_CHECKING:
+    from attnroute.question.host import Host
     from attnroute.tables.folders import Tables
+    from attnroute.tables.schema import Peak
+
+DEFAULT: Final = "default"
+"""In place of a card's name: every card of the architecture that has none in the tables."""
 
 _SHARED: Final = re.compile(r"nvidia|geforce|tesla|quadro|jetson|agx|rtx|dgx")
 """Words that many cards share."""
@@ -36,6 +41,29 @@ def arch_of_card(word: str, tables: Tables) -> str | None:
             found.setdefault(_in_common(given, _tokens(card)), set()).add(arch)
     most = max(found, default=0)
     return next(iter(found[most])) if most and len(found[most]) == 1 else None
+
+
+def peak_of(tables: Tables, host: Host) -> Peak | None:
+    """Return what a host's card can do at most.
+
+    Args:
+        tables: The tables.
+        host: The host. Of the names in its architecture's table the longest in `device_name` counts.
+
+    Returns:
+        The numbers of that card, else the architecture's default; None where its table has no numbers. Those
+        of an inherited architecture are not asked: they would be another card's.
+    """
+    peaks = tables.arch(host.arch).peak
+    said = _runs(_tokens(host.device_name))
+    named = {written: card for card in peaks if (written := "".join(_tokens(card))) in said}
+    return peaks.get(named[max(named, key=len)] if named else DEFAULT)
+
+
+def is_one_of(word: str, cards: list[str]) -> bool:
+    """Return whether a name contains that of one of some cards."""
+    runs = _runs(_tokens(word))
+    return any("".join(_tokens(card)) in runs for card in cards)
 
 
 def _in_common(given: list[str], card: list[str]) -> int:

@@ -126,6 +126,7 @@ class Tables:
                 raise TableError(msg)
             self.check_known(f"{name}/arch.toml: backends", [b for t in tables for b in t.backends])
             parts = {part: getattr(table, part) for table in tables for part in table.model_fields_set}
+            parts["peak"] = {card: peak for table in tables for card, peak in table.peak.items()}
             self._archs[name] = tables[0].model_copy(update=parts)
         return self._archs[name]
 

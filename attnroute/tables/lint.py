@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from attnroute.errors import TableError
 from attnroute.foreign import locate
 from attnroute.tables.alternatives import is_well_formed
+from attnroute.tables.cards import DEFAULT, is_one_of
 from attnroute.tables.folders import ANY, SHARED, Tables
 from attnroute.tables.points import options_of, shared_points
 from attnroute.tables.preferences import all_preferences, placed, preferences
@@ -73,6 +74,7 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
         _empty_ranges,
         _duplicates,
         _arch_evidence,
+        _peaks,
         _base_orders,
         _idle_preferences,
         _stock,
@@ -224,6 +226,18 @@ def _arch_evidence(tables: Tables) -> Iterator[Problem]:
             )
 
 
+def _peaks(tables: Tables) -> Iterator[Problem]:
+    """A card that is not named still has numbers, and a name is one that the architecture's cards have."""
+    for arch in tables.arch_names:
+        peaks, cards = tables.arch(arch).peak, tables.arch(arch).cards
+        for card in (card for card in peaks if card != DEFAULT and not is_one_of(card, cards)):
+            sentence = f"requires the name of one of its cards; got {card}; add it to cards, or correct it."
+            yield Problem(f"{arch}/arch.toml", "", "peak", sentence)
+        if peaks and DEFAULT not in peaks:
+            sentence = f"requires {DEFAULT}, for cards that it does not name; got {', '.join(peaks)}."
+            yield Problem(f"{arch}/arch.toml", "", "peak", sentence)
+
+
 def _base_orders(tables: Tables) -> Iterator[Problem]:
     """Whatever a call is, every shipped backend has a place; one of an overlay may come last, by its name."""
     shipped = {name for name in tables.backends if (tables.folders[0] / ANY / f"{name}.toml").is_file()}
@@ -330,8 +344,12 @@ def _evidence(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
 
 def _evidence_of_archs(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
     for arch in tables.arch_names:
-        for evidence in tables.arch(arch).evidence:
+        table = tables.arch(arch)
+        for evidence in table.evidence:
             yield tables.folders[0], f"{arch}/arch.toml", "", evidence
+        for card, peak in table.peak.items():
+            for evidence in peak.evidence:
+                yield tables.folders[0], f"{arch}/arch.toml", f"peak.{card}", evidence
     for row in all_preferences(tables):
         folder, scope = row.file.parent.parent, row.file.parent.name
         for evidence in row.preference.evidence:

@@ -31,6 +31,7 @@ Examples = str | Annotated[list[str], Field(min_length=1)]
 OptionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 OptionValue = bool | int | str
 Seconds = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
 
 
 class _Row(BaseModel):
@@ -332,6 +333,23 @@ class Preference(_Guarded):
         return self.versions, self.phase, self.when
 
 
+class Peak(_Row):
+    """What one card can do at most, by its vendor's pages; the costs of kernels are fractions of it.
+
+    Attributes:
+        tflops: Of dense products of 16-bit numbers, summed in float32, in 10^12 operations a second.
+        bandwidth_gbs: Of its memory, in 10^9 bytes a second.
+        sms: Streaming multiprocessors.
+        l2_mib: Second-level cache in MiB, absent where no page says it.
+    """
+
+    tflops: Positive
+    bandwidth_gbs: Positive
+    sms: Annotated[int, Field(gt=0)]
+    l2_mib: Positive | None = None
+    evidence: Annotated[list[Evidence], Field(min_length=1)]
+
+
 class ArchTable(_Row):
     """One architecture's `arch.toml`; that of an overlay needs only what it says otherwise or adds.
 
@@ -343,6 +361,8 @@ class ArchTable(_Row):
             one has none, and whose preferences hold behind this one's.
         backends: Backends that do not depend on the architecture and have no file of their own here.
         evidence: Where the figures come from.
+        peak: What cards of this architecture can do, by name; "default" is for those without a name here.
+            Nothing of it is inherited.
         prefer: Which backends come first for which calls; see `tables.preferences`.
     """
 
@@ -352,6 +372,7 @@ class ArchTable(_Row):
     inherits: Arch | None = None
     backends: Annotated[list[Backend], Field(default_factory=list)]
     evidence: Annotated[list[Evidence], Field(default_factory=list)]
+    peak: Annotated[dict[str, Peak], Field(default_factory=dict)]
     prefer: Annotated[list[Preference], Field(default_factory=list)]
 
 
