@@ -1,0 +1,73 @@
+"""The committed measurements in one form: `benchmarks.recorded`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from attnroute.engine.decide import decide
+from attnroute.tables.load import load
+from benchmarks import recorded
+
+RECORDS = recorded.records()
+NOT_READ = {
+    "h100-chunked-prototype": "a chunked of before this package",
+    "h100-torch2.11-beside-stock": "what was selected and stock, no other backend",
+    "h100-torch2.11-beside-stock-wide-prefill": "the same",
+    "h100-torch2.11-masks-beside-stock": "the same",
+    "h100-torch2.11-head-dim-512": "times of what is no backend, such as an operator in a graph",
+    "h100-torch2.11-faults": "faults",
+    "h100-torch2.11-flex-structure": "flex alone",
+    "h100-torch2.11-recognition": "what recognition of masks costs",
+}
+"""Results that say milliseconds, but not of several backends for one call."""
+
+
+def test_every_result_with_times_of_several_backends_is_read():
+    times = {
+        path.stem
+        for path in recorded.RESULTS.glob("*.json")
+        if '_ms"' in (text := path.read_text(encoding="utf-8")) or '"ms"' in text
+    }
+    assert times - recorded.READERS.keys() == NOT_READ.keys()
+
+
+def test_each_record_is_one_call_with_times_of_backends_that_are_known():
+    assert len({record.id for record in RECORDS}) == len(RECORDS) > 500
+    for record in RECORDS:
+        assert record.times.keys() <= load().backends.keys(), record.id
+        for time in filter(None, (*record.times.values(), record.stock, record.ours)):
+            assert time.total_ms >= (time.device_ms or 0) > -1, record.id
+
+
+@pytest.mark.parametrize("source", recorded.READERS)
+def test_backends_that_were_timed_may_run_the_call_as_it_is_described(source):
+    """What is not the call that was measured, or not its machine, would reject some of them."""
+    rejected = {
+        (record.name, backend)
+        for record in RECORDS
+        if record.source == source
+        for backend, time in record.times.items()
+        if time.is_right and decide(record.call, record.host).verdict(backend).status != "eligible"
+    }
+    assert not rejected
+
+
+def test_the_parts_of_a_call_hold_in_each_memory_and_on_each_card():
+    parts = {}
+    for record in RECORDS:
+        if record.source != "h200-torch2.11-sweep":
+            assert parts.setdefault(record.name, record.part) == record.part
+            assert record.part == recorded.part_of(record.call)
+    share = sum(record.part == "unseen" for record in RECORDS) / len(RECORDS)
+    assert 0.25 < share < 0.4
+
+
+def test_a_grid_counts_the_wall_clock_of_short_calls_alone():
+    grid = json.loads((recorded.RESULTS / "h200-torch2.11-grid.json").read_text(encoding="utf-8"))
+    times = {record.name: record for record in RECORDS if record.source == "h200-torch2.11-grid"}
+    for found in grid["calls"]:
+        record = times[found["name"]]
+        device, wall = found["ms"]["ours"], found["wall_ms"]["ours"]
+        assert record.ours.total_ms == (max(device, wall) if device < 0.3 else device)
