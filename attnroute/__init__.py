@@ -13,6 +13,7 @@ from attnroute._version import __version__
 if TYPE_CHECKING:
     from attnroute import biases, masks
     from attnroute.api.attention import attention, explain
+    from attnroute.api.trace import trace
     from attnroute.engine.decide import decide
     from attnroute.engine.decision import Decision, Verdict
     from attnroute.engine.finding import Finding
@@ -58,6 +59,7 @@ _HOMES = {
     "explain": "attnroute.api.attention",
     "override": "attnroute.settings",
     "reset": "attnroute.memory",
+    "trace": "attnroute.api.trace",
 }
 
 __all__ = [
@@ -86,6 +88,7 @@ __all__ = [
     "masks",
     "override",
     "reset",
+    "trace",
 ]
 
 

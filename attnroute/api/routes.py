@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -53,6 +53,7 @@ class Route:
         mask: The lowered mask where no tensor takes part in it, else None: it is then lowered per call.
         recognizes: Dense masks are replaced by what each was recognized as.
         keeps: The lowered mask may be kept with its owner, as it refers neither to that nor to a function.
+        is_heard: Somebody listens to what runs.
     """
 
     choice: Choice
@@ -61,6 +62,7 @@ class Route:
     mask: LoweredMask | None
     recognizes: bool
     keeps: bool
+    is_heard: bool
 
 
 _ROUTES: Memory[object, Route] = Memory(
@@ -68,6 +70,27 @@ _ROUTES: Memory[object, Route] = Memory(
     f"{__name__}._ROUTES",
     "when its backend fails",
 )
+
+
+_LISTENERS: list[Callable[[Route, Problem], None]] = []
+
+
+def listen(told: Callable[[Route, Problem], None]) -> None:
+    """Tell somebody of each call that ran from now on, and of its route; unheard calls pay nothing for it."""
+    _LISTENERS.append(told)
+    _mark_heard()
+
+
+def unlisten(told: Callable[[Route, Problem], None]) -> None:
+    """Undo `listen`."""
+    _LISTENERS.remove(told)
+    _mark_heard()
+
+
+def _mark_heard() -> None:
+    # In place, as a route that is made during the capture of a CUDA graph may be another one.
+    for key, route in _ROUTES.items().items():
+        _ROUTES.put(key, replace(route, is_heard=bool(_LISTENERS)))
 
 
 def lookup(key: object) -> Route | None:
@@ -151,7 +174,11 @@ def _question(problem: Problem, policy: Policy) -> tuple[Call, Host, Tables]:
 
 def execute(route: Route, problem: Problem) -> Output:
     """Run one call along its route. The result has the layout of the user's tensors."""
-    return problem.in_given_layout(*run_repaired(route.executor, _inputs(route, problem), route.plan))
+    output = problem.in_given_layout(*run_repaired(route.executor, _inputs(route, problem), route.plan))
+    if route.is_heard:
+        for told in tuple(_LISTENERS):
+            told(route, problem)
+    return output
 
 
 def _inputs(route: Route, problem: Problem) -> Inputs:
@@ -196,7 +223,7 @@ def _route(problem: Problem, call: Call, choice: Choice) -> Route:
         constant = _lowered(parts, problem.extent)
     keeps = not isinstance(problem.mask, Tensor) and not any(isinstance(n, _PROGRAMMED) for n in call.mask)
     found = registry.executor(choice.backend, _module_of(choice.backend, choice.policy))
-    return Route(choice, plan, found, constant, recognizes, keeps)
+    return Route(choice, plan, found, constant, recognizes, keeps, bool(_LISTENERS))
 
 
 def _module_of(backend: str, policy: Policy) -> str:

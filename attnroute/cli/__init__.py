@@ -24,6 +24,7 @@ COMMANDS: Final[dict[str, str]] = {
     "tables": "check the capability tables, or print their schema",
     "probe": "print this machine as JSON",
     "demo": "run real calls here and show what ran, how exact and how fast",
+    "trace": "run a script and write which attention calls it made",
 }
 """Subcommand to what it does; `attnroute.cli.<name>.run` runs it."""
 
