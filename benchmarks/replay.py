@@ -1,0 +1,158 @@
+"""Asks the engine for every recorded call and reads what its choice took: the price of a ranking.
+
+python -m benchmarks.replay [--part unseen] [--source h200] [--worst 10]
+
+A call is decided on the machine that measured it, with every package that was there and with torch alone. A
+backend without a time is banned, because it cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, get_args
+
+from attnroute.engine.select import select
+from attnroute.question.line import render
+from attnroute.question.policy import Policy
+from attnroute.tables.load import load
+from benchmarks.recorded import READERS, Part, Record, records
+
+Packages = Literal["everything", "torch alone"]
+TOLERATED = 1.02
+"""Two runs of one kernel differ by so much."""
+
+
+class Choice(NamedTuple):
+    """What the engine chooses for a recorded call, and what that costs.
+
+    Attributes:
+        record: The call and its times.
+        packages: What was installed.
+        selected: The choice.
+        best: The fastest backend that may run and was right.
+        regret: Time of the choice over the best one's.
+        stock: Time of the choice over stock attention's; None where that cannot say the call or was wrong.
+    """
+
+    record: Record
+    packages: Packages
+    selected: str
+    best: str
+    regret: float
+    stock: float | None
+
+    @property
+    def id(self) -> str:
+        """The record's name, and what was installed."""
+        return f"{self.record.id}, {self.packages}"
+
+    @property
+    def text(self) -> str:
+        """The choice in one line."""
+        took = {name: self.record.times[name].total_ms for name in (self.selected, self.best)}
+        times = f"{self.selected} {took[self.selected]:.3f} ms, {self.best} {took[self.best]:.3f} ms"
+        stock = "" if self.stock is None else f", {self.stock:.2f} of stock"
+        line = render(self.record.call)
+        return f"{self.regret:6.2f}{stock}: {times}: {self.id}{'' if line in self.id else f': {line}'}"
+
+
+def choose(record: Record, packages: Packages) -> Choice | None:
+    """Return the choice for a record; None where at most one of the timed backends may run.
+
+    Raises:
+        ValueError: The choice was measured and gave a wrong result.
+    """
+    tables = load()
+    host = record.host if packages == "everything" else record.torch_alone
+    untimed = tuple(backend for backend in tables.backends if backend not in record.times)
+    # What `decide` describes, without its sentences.
+    selection = select(record.call, host, tables, Policy(ban=untimed))
+    right = {n: t.total_ms for n in selection.order if (t := record.times[n]).is_right}
+    if len(selection.order) < 2 or selection.selected is None:
+        return None
+    if selection.selected not in right:
+        msg = f"{selection.selected} is selected for {record.id} and was wrong there."
+        raise ValueError(msg)
+    took = right[selection.selected]
+    best = min(right, key=right.__getitem__)
+    stock = took / record.stock.total_ms if record.stock and record.stock.is_right else None
+    return Choice(record, packages, selection.selected, best, took / right[best], stock)
+
+
+def choices(packages: Packages, found: Iterable[Record] | None = None) -> tuple[Choice, ...]:
+    """Return the choices for records, all by default."""
+    made = (choose(record, packages) for record in (records() if found is None else found))
+    return tuple(choice for choice in made if choice is not None)
+
+
+class Summary(NamedTuple):
+    """What choices cost together.
+
+    Attributes:
+        calls: How many there are.
+        mean: Geometric mean of their regrets.
+        worst: The largest.
+        slower: How many take more than `TOLERATED` of stock attention's time.
+        with_stock: How many stock attention can say.
+    """
+
+    calls: int
+    mean: float
+    worst: float
+    slower: int
+    with_stock: int
+
+
+def summary(made: Iterable[Choice]) -> Summary:
+    """Sum up choices."""
+    regrets, stock = [], []
+    for choice in made:
+        regrets.append(choice.regret)
+        if choice.stock is not None:
+            stock.append(choice.stock)
+    slower = sum(ratio > TOLERATED for ratio in stock)
+    return Summary(len(regrets), mean(regrets), max(regrets, default=math.nan), slower, len(stock))
+
+
+def mean(ratios: Iterable[float]) -> float:
+    """Return the geometric mean; NaN of none."""
+    logs = [math.log(ratio) for ratio in ratios]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def report(made: Iterable[Choice], *, worst: int) -> str:
+    """Return choices as text: sums by file and part, and the worst calls."""
+    made = tuple(made)
+    lines = [f"{'':34}{'part':8}{'calls':>6}{'mean':>8}{'worst':>8}  over {TOLERATED} of stock"]
+    groups = {
+        (source, part): [c for c in made if (c.record.source, c.record.part) == (source, part)]
+        for source in READERS
+        for part in get_args(Part)
+    }
+    totals = {("all", part): [c for c in made if c.record.part == part] for part in get_args(Part)}
+    for (source, part), group in {**groups, **totals}.items():
+        if group:
+            calls, average, most, slower, with_stock = summary(group)
+            lines.append(f"{source:34}{part:8}{calls:6}{average:8.3f}{most:8.2f}{slower:6} of {with_stock}")
+    lines += [choice.text for choice in sorted(made, key=lambda choice: -choice.regret)[:worst]]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print what today's choices cost."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=get_args(Part), help="only these calls")
+    parser.add_argument("--source", default="", help="files whose names contain this")
+    parser.add_argument("--worst", type=int, default=10)
+    options = parser.parse_args()
+    found = [r for r in records() if options.source in r.source and options.part in (None, r.part)]
+    for packages in get_args(Packages):
+        print(f"\n{packages}\n{report(choices(packages, found), worst=options.worst)}")
+
+
+if __name__ == "__main__":
+    main()
