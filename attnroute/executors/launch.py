@@ -72,6 +72,11 @@ def listen(listener: Listener) -> None:
         _LISTENERS.append(listener)
 
 
+def has_refusals() -> bool:
+    """Return whether some kernel was refused, so that calls like it are refused without the package."""
+    return len(_REFUSED) > 0
+
+
 def before_launch(
     backend: str, *, key: Callable[[], Hashable] | None = None, draws_on: torch.device | None = None
 ) -> _BeforeLaunch:

@@ -15,6 +15,7 @@ from support.flash_attn_math import Attention, cuts_of, ragged_backward, ragged_
 from attnroute import masks
 from attnroute.executors.packages import fa3
 from attnroute.executors.prepare.apply import run_repaired
+from attnroute.memory import reset
 
 RECORDED = signatures.recorded("flash-attn-3")
 BUILDS = ("3.0.0b1 of 2025-05-22", "3.0.0", "xformers 0.0.34")
@@ -34,8 +35,9 @@ class Operator:
         self.default = SimpleNamespace(_schema=SimpleNamespace(arguments=arguments))
 
     def __call__(self, *args, **given):
-        assert not args, "everything is passed by name"
-        self._signature.bind(**given)
+        given = self._signature.bind(*args, **given).arguments
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"):
+            given.setdefault(name, None)
         _check_types(given)
         self._calls.append((self._name, given))
         return self._run(given)
@@ -112,7 +114,7 @@ def _check_types(given):
 def use(monkeypatch, build):
     torch.manual_seed(0)
     made = Operators(build)
-    fa3._arguments.cache_clear()
+    reset()
     monkeypatch.setattr(fa3, "_operators", lambda: made)
     return made
 
@@ -120,13 +122,13 @@ def use(monkeypatch, build):
 @pytest.fixture(params=BUILDS)
 def every(request, monkeypatch):
     yield use(monkeypatch, request.param)
-    fa3._arguments.cache_clear()
+    reset()
 
 
 @pytest.fixture
 def operators(monkeypatch):
     yield use(monkeypatch, "3.0.0")
-    fa3._arguments.cache_clear()
+    reset()
 
 
 @pytest.fixture
@@ -180,15 +182,14 @@ def test_operators_that_are_registered_are_not_registered_again(loader, monkeypa
     library.define("fwd(Tensor q, Tensor? k_new, Tensor? out=None, int num_splits=0) -> Tensor")
     library.impl("fwd", lambda q, *rest: q * rest[-1], "CPU")
     monkeypatch.setattr(fa3, "import_module", lambda _: pytest.fail("imported"))
-    fa3._arguments.cache_clear()
+    reset()
     try:
         assert fa3._arguments("fwd") == {"q": True, "k_new": True, "out": False, "num_splits": False}
-        assert fa3._call("fwd", q=torch.ones(1), num_splits=3).item() == 3
-        with pytest.raises(TypeError, match="its operator fwd to take sinks; got a build that does not"):
-            fa3._call("fwd", q=torch.ones(1), sinks=None)
+        with pytest.raises(TypeError, match=r"its operator fwd to take k, v, .*; got a build that does not"):
+            fa3._Kernel().forward(request_of())
     finally:
         library._destroy()
-        fa3._arguments.cache_clear()
+        reset()
         if "fwd" in torch.ops.flash_attn_3.__dict__:
             del torch.ops.flash_attn_3.fwd
 
@@ -200,7 +201,7 @@ def test_every_build_takes_the_calls(monkeypatch, build):
         ran = fa3._Kernel().forward(request)
         fa3._Kernel().backward(request, ran, torch.randn_like(ran.out))
     assert [name for name, _ in made.calls] == ["fwd", "bwd"] * 2
-    fa3._arguments.cache_clear()
+    reset()
 
 
 def test_builds_are_recorded():
@@ -220,7 +221,9 @@ def test_a_renamed_parameter_fails(operators):
 def test_sides_of_windows(operators, case):
     (left, right), lengths, want = flash_attn_cases.SIDES[case]
     request = request_of(None, 5, 7, left=left, right=right)
-    given = fa3._settings(request._replace(max_seqlen_q=lengths[0], max_seqlen_kv=lengths[1]))
+    given = fa3._settings(
+        request._replace(max_seqlen_q=lengths[0], max_seqlen_kv=lengths[1]), is_ragged=False
+    )
     assert (given["window_size_left"], given["window_size_right"]) == want
     assert given["is_causal"] is (want == (-1, 0))
 

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnroute.executors.chunked import from_lse
 from attnroute.executors.packages import fallback
-from attnroute.executors.packages.request import Launched, padded, request_of, to_bhsd
+from attnroute.executors.packages.request import Launched, padded, padded_lse, request_of, to_bhsd
 from attnroute.executors.protocol import Inputs
 from attnroute.masks.lowered.form import LoweredMask
 
@@ -213,7 +213,8 @@ def test_rows_as_sequences(case, training, with_sink):
     inputs = inputs_of(mask, *lengths, sink=sinks() if with_sink else None)
     request = request_of(inputs, plan_of("cudnn_fe", "to_varlen", training=training))
     detached = request._replace(**{n: getattr(request, n).detach() for n in NAMES[:3]})
-    found = padded(request, *fallback.forward(detached), inputs)
+    out, lse = fallback.forward(detached)
+    found = padded(request, out, inputs), padded_lse(request, lse, inputs)
     tensors = (inputs.query, inputs.key, inputs.value)
     wanted = attend(*tensors, allowed=allowed_of(mask, inputs), sink=inputs.sink)
     for got, want in zip(found, wanted, strict=True):

@@ -26,7 +26,8 @@ class Operators:
         (call,) = (given for name, given in self.calls if name == "sdpa_bwd")
         return call
 
-    def sdpa_fwd(self, **given):
+    def sdpa_fwd(self, *args, **given):
+        given = _by_name("sdpa_fwd", args, given)
         graph, cuts, _ = self._seen("sdpa_fwd", given)
         tensors = (given["q"], given["k"], given["v"])
         assert given["return_lse"] is True
@@ -36,7 +37,8 @@ class Operators:
         out, lse = cudnn_graph.ragged_forward(graph, *tensors, cuts)
         return out, lse[..., None]
 
-    def sdpa_bwd(self, **given):
+    def sdpa_bwd(self, *args, **given):
+        given = _by_name("sdpa_bwd", args, given)
         graph, cuts, lengths = self._seen("sdpa_bwd", given)
         read = (given["q"], given["k"], given["v"])
         assert given["lse"].is_contiguous()
@@ -60,6 +62,13 @@ class Operators:
         left = given["window_left"] if given["window_left"] >= 0 else None
         graph = Graph(given["attn_scale"], left, right, given["causal_bottom_right"], given.get("sinks"))
         return graph, *_cuts(given)
+
+
+def _by_name(operator, args, given):
+    """Return the arguments by name, with those of a ragged batch as they are without one."""
+    (*_, latest) = RECORDED.values()
+    none = dict(zip(RAGGED, (None, None, 0, 0), strict=True))
+    return none | latest[operator].bind(*args, **given).arguments
 
 
 def _check_types(given):

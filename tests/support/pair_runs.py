@@ -44,8 +44,10 @@ def watched():
     with pytest.MonkeyPatch.context() as patch:
         made = Watched()
         patch.setattr(cudnn_fe, "_operators", lambda: made)
+        cudnn_fe._bound.cache_clear()
         patch.setattr(from_lse, "gradients", made.gradients)
         yield made
+        cudnn_fe._bound.cache_clear()
 
 
 def pair(inputs, *repairs, executor=cudnn_fe.executor, **settings):
@@ -70,5 +72,5 @@ def check(package, mask, inputs, *repairs):
     assert package.asked == [(True, True, True, inputs.sink is not None)]
 
 
-def refuse(**_):
+def refuse(*_, **__):
     raise ValueError("head_dim 512 is not supported")

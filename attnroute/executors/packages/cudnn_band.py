@@ -35,7 +35,7 @@ class Band(NamedTuple):
     bottom_right: bool
 
 
-def band_of(request: Request) -> Band:
+def band_of(request: Request, *, is_ragged: bool) -> Band:
     """Return the band of a request, counted from a corner where no side is negative.
 
     Where both corners serve, a causal side comes first and then the top left: cuDNN has had these longest.
@@ -43,7 +43,7 @@ def band_of(request: Request) -> Band:
     Raises:
         ValueError: A side is negative from either corner.
     """
-    offset = None if request.is_ragged else request.offset
+    offset = None if is_ragged else request.offset
     return _band(request.left, request.right, offset, single=request.max_seqlen_q == 1)
 
 
@@ -93,6 +93,14 @@ def zero_unattended_gradients(request: Request, grads: Gradients) -> Gradients:
         key=grads.key.masked_fill(keys, 0.0),
         value=grads.value.masked_fill(keys, 0.0),
     )
+
+
+def without_minus_infinity(request: Request, lse: Tensor) -> Tensor:
+    """Return a log-sum-exp, -inf in rows with no key, as a backward reads it: there nothing weighs anything.
+
+    exp(-inf - inf) is 0, and exp(-inf + inf) is NaN.
+    """
+    return lse.masked_fill(lse == -math.inf, math.inf) if request.may_leave_rows_empty else lse
 
 
 def sink_gradient(request: Request, out: Tensor, lse: Tensor, grad_out: Tensor) -> Tensor | None:

@@ -7,7 +7,8 @@ well; the log-sum-exp is natural and includes sinks; a ragged backward wants it 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -18,11 +19,12 @@ from attnroute.executors import ragged
 from attnroute.executors.packages.cudnn_band import (
     band_of,
     sink_gradient,
+    without_minus_infinity,
     zero_unattended_gradients,
     zero_unattended_rows,
 )
 from attnroute.executors.packages.external import External
-from attnroute.executors.packages.request import Gradients, Launched, Request, to_bhsd
+from attnroute.executors.packages.request import TENSORS, Gradients, Launched, Request, to_bhsd
 from attnroute.memory import INSTALLED, cached
 
 _OPEN = -1
@@ -41,39 +43,27 @@ class _Kernel:
 
     def forward(self, request: Request) -> Launched:
         """Launch `cudnn::sdpa_fwd`."""
-        sink = None if request.sink is None else request.sink.float()
+        run = _bound("sdpa_fwd", request.is_ragged, request.numbers)
+        given = _sequences(request)
+        if request.sink is not None:
+            given["sinks"] = request.sink.float()
+        query, key, value = (_heads_first(request, t) for t in request[:3])
         # The operator has an autograd layer of Python, which records nothing here and costs the host time.
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _operators().sdpa_fwd(
-                **_inputs(request), **_settings(request), sinks=sink, return_lse=True
-            )
+            out, lse = run(query, key, value, **given)
         if not request.is_ragged:
             return Launched(to_bhsd(request, out), lse.squeeze(-1))
         return zero_unattended_rows(request, Launched(out, lse.squeeze(-1).T))
 
     def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch `cudnn::sdpa_bwd`, which makes its weights from the log-sum-exp and so needs no sink."""
-        # What has no key weighs nothing: exp(-inf - inf) is 0 where exp(-inf + inf) is NaN.
-        lse = result.lse.masked_fill(result.lse == -math.inf, math.inf)
-        grads = _operators().sdpa_bwd(
-            grad_out=_heads_first(request, grad_out),
-            o=_heads_first(request, result.out),
-            lse=_rows(request, lse),
-            **_inputs(request),
-            **_settings(request),
-            is_deterministic=request.deterministic,
-        )
-        query, key, value = (_heads_first(request, g) for g in grads)
-        made = Gradients(query, key, value, sink_gradient(request, result.out, lse, grad_out))
-        return zero_unattended_gradients(request, made) if request.is_ragged else made
-
-
-def _inputs(request: Request) -> dict[str, Tensor]:
-    return {
-        "q": _heads_first(request, request.query),
-        "k": _heads_first(request, request.key),
-        "v": _heads_first(request, request.value),
-    }
+        lse = without_minus_infinity(request, result.lse)
+        run = _bound("sdpa_bwd", request.is_ragged, request.numbers)
+        read = (_heads_first(request, t) for t in (grad_out, *request[:3], result.out))
+        made = run(*read, _rows(request, lse), **_sequences(request))
+        query, key, value = (_heads_first(request, g) for g in made)
+        grads = Gradients(query, key, value, sink_gradient(request, result.out, lse, grad_out))
+        return zero_unattended_gradients(request, grads) if request.is_ragged else grads
 
 
 def _heads_first(request: Request, tensor: Tensor) -> Tensor:
@@ -88,21 +78,38 @@ def _rows(request: Request, lse: Tensor) -> Tensor:
     return ragged.per_sequence(lse, request.cu_seqlens_q, request.max_seqlen_q)
 
 
-def _settings(request: Request) -> dict[str, Any]:
-    """Return the arguments that both operators have."""
-    band = band_of(request)
-    sums_q, sums_kv = _sums(request)
-    return {
+@cached(1024, INSTALLED)
+def _bound(operator: str, is_ragged: bool, numbers: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return an operator with all arguments but tensors."""
+    request = Request(*[None] * TENSORS, *numbers)  # type: ignore[arg-type]
+    settings = _settings(request, is_ragged=is_ragged)
+    if operator == "sdpa_fwd":
+        settings["return_lse"] = True
+    else:
+        settings["is_deterministic"] = request.deterministic
+    return partial(getattr(_operators(), operator), **settings)
+
+
+def _settings(request: Request, *, is_ragged: bool) -> dict[str, Any]:
+    """Return the arguments that both operators have and that are no tensors."""
+    band = band_of(request, is_ragged=is_ragged)
+    settings = {
         "attn_scale": request.scale,
         "is_causal": band.right == 0,
         "causal_bottom_right": band.bottom_right,
         "window_left": _OPEN if band.left is None else band.left + 1,
         "window_right": band.right or _OPEN,
-        "cu_seqlens_q": sums_q,
-        "cu_seqlens_kv": sums_kv,
-        "max_seqlen_q": request.max_seqlen_q if request.is_ragged else 0,
-        "max_seqlen_kv": request.max_seqlen_kv if request.is_ragged else 0,
     }
+    if is_ragged:
+        settings |= {"max_seqlen_q": request.max_seqlen_q, "max_seqlen_kv": request.max_seqlen_kv}
+    return settings
+
+
+def _sequences(request: Request) -> dict[str, Any]:
+    if not request.is_ragged:
+        return {}
+    sums_q, sums_kv = _sums(request)
+    return {"cu_seqlens_q": sums_q, "cu_seqlens_kv": sums_kv}
 
 
 def _sums(request: Request) -> tuple[Tensor | None, Tensor | None]:

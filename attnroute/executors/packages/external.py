@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,26 +23,28 @@ from attnroute.executors.operators import Side, register
 from attnroute.executors.packages import fallback
 from attnroute.executors.packages.request import (
     SCHEMA,
+    TENSORS,
     Gradients,
     Launched,
     Request,
+    in_batch,
     packed,
+    packed_lse,
     padded,
+    padded_lse,
     request_of,
-    to_bhsd,
+    rows_of,
 )
 from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
-from attnroute.executors.strides import fitted
 from attnroute.masks.tracing import is_traced
 
 _FIELDS = len(Request._fields)
-_SAVED = 8
-"""The leading fields of `Request`, which are tensors."""
 _SINK = Request._fields.index("sink")
 _OUTPUTS = 3
 """What a forward launch returns, saved before the fields."""
 _GIVEN_BACK = 1 + _OUTPUTS
 """What a backward launch takes before the fields."""
+_Made = TypeVar("_Made")
 _NO_MARK: AbstractContextManager[Any] = nullcontext()
 
 
@@ -103,54 +105,55 @@ class External:
 
     def run(self, inputs: Inputs, plan: Plan) -> Output:
         """Run one call."""
-        in_graph = _is_in_graph(inputs.query)
-        request = self._request_of(inputs, plan, in_graph=in_graph)
-        if in_graph:
+        if _is_in_graph(inputs.query):
+            request = request_of(inputs, plan, in_graph=True)
             out, lse, _ = self._forward(*request)
         elif plan.training:
-            out, lse = _Eager.apply(self, *request)  # type: ignore[no-untyped-call]
+            # Inputs of the autograd function are the call's own tensors: views that autograd knows cost more.
+            with torch.no_grad():
+                request = self._request_of(inputs, plan)
+            tensors = (inputs.query, inputs.key, inputs.value, inputs.sink)
+            out, lse = _Eager.apply(self, request, *tensors)  # type: ignore[no-untyped-call]
         else:
+            request = self._request_of(inputs, plan)
             out, lse, _ = self._launch_forward(request, reads_lse=plan.return_lse)
-        out, lse = padded(request, out, lse, inputs)
         # The backward knows no gradient of the log-sum-exp.
-        return out, lse.detach() if plan.return_lse else None
+        asked = padded_lse(request, lse, inputs).detach() if plan.return_lse else None
+        return padded(request, out, inputs), asked
 
     def forward(self, inputs: Inputs, plan: Plan) -> ForwardResult:
         """Run the forward alone, recording no gradient."""
-        in_graph = _is_in_graph(inputs.query)
-        request = self._request_of(inputs, plan, in_graph=in_graph)
         with torch.no_grad():
-            out, lse, state = self._forward(*request) if in_graph else self._launch_forward(request)
-        return ForwardResult(*padded(request, out, lse, inputs), (state,))
+            if _is_in_graph(inputs.query):
+                request = request_of(inputs, plan, in_graph=True)
+                out, lse, state = self._forward(*request)
+            else:
+                request = self._request_of(inputs, plan)
+                out, lse, state = self._launch_forward(request)
+        return ForwardResult(padded(request, out, inputs), padded_lse(request, lse, inputs), (state,))
 
     def backward(
         self, inputs: Inputs, plan: Plan, result: ForwardResult, grad_out: Tensor, _: Wanted
     ) -> Grads:
         """Run the backward alone."""
         in_graph = _is_in_graph(grad_out)
-        request = self._request_of(inputs, plan, in_graph=in_graph)
-        out, lse = packed(request, result.out, result.lse)
-        grad, _lse = packed(request, grad_out, result.lse)
-        launched = Launched(out, lse, result.rest[0])
+        request = request_of(inputs, plan, in_graph=True) if in_graph else self._request_of(inputs, plan)
+        launched = Launched(packed(request, result.out), packed_lse(request, result.lse), result.rest[0])
+        grad = packed(request, grad_out)
         if in_graph:
             grads = Gradients(*self._backward(grad, *launched, *request))
         else:
             grads = self._launch_backward(grad, launched, request)
-        batch = inputs.query.shape[0]
-        if request.is_ragged:
-            query, key, value = (g.unflatten(0, (batch, -1)).transpose(1, 2) for g in grads[:3])
-        else:
-            query, key, value = (to_bhsd(request, g) for g in grads[:3])
+        query, key, value, _sink = in_batch(request, grads, inputs.query.shape[0])
         return query, key, value, None
 
-    def _request_of(self, inputs: Inputs, plan: Plan, *, in_graph: bool) -> Request:
+    def _request_of(self, inputs: Inputs, plan: Plan) -> Request:
         # What an operator returns in a graph lies in the order of its dimensions, and models have theirs so.
-        return request_of(inputs, plan, heads_first=self._heads_first and not in_graph)
+        return request_of(inputs, plan, heads_first=self._heads_first)
 
     def _launch_forward(self, request: Request, *, reads_lse: bool = True) -> Launched:
         try:
-            with self._guarded("forward", request), self._shown("forward", request):
-                out, lse, state = self._kernel.forward(request)
+            out, lse, state = self._launched("forward", self._kernel.forward, request)
         except KernelRefusedError as error:
             # Inside a compiled graph nobody else can choose another kernel any more.
             if request.fallback != "inside" or request.dropout_p:
@@ -158,22 +161,42 @@ class External:
             self._note(error, request)
             out, lse = fallback.forward(request)
             state = None
-        lse = lse.float()
-        if self._gives_infinity and reads_lse:
+        if lse.dtype is not torch.float32:
+            lse = lse.float()
+        if self._gives_infinity and reads_lse and request.may_leave_rows_empty:
             # -inf for rows with no key, where kernels give either infinity.
             lse = lse.masked_fill(lse == torch.inf, -torch.inf)
         return Launched(out, lse, state)
 
     def _launch_backward(self, grad_out: Tensor, result: Launched, request: Request) -> Gradients:
         try:
-            with self._guarded("backward", request), self._shown("backward", request):
-                return self._kernel.backward(request, result, fitted(grad_out, result.out))
+            return self._launched("backward", self._kernel.backward, request, result, grad_out)
         except KernelRefusedError as error:
             # Output and log-sum-exp are the same whatever kernel made them, so another one can go on.
             if request.fallback == "none" or request.dropout_p:
                 raise
             self._note(error, request)
             return fallback.backward(request, result, grad_out)
+
+    def _launched(self, direction: str, run: Callable[..., _Made], request: Request, *rest: Any) -> _Made:
+        """Launch a kernel; what the package raises before that becomes one error."""
+        if self._needs_care(request):
+            with self._guarded(direction, request), self._shown(direction, request):
+                return run(request, *rest)
+        try:
+            return run(request, *rest)
+        except Exception:
+            with self._guarded(direction, request):
+                raise
+
+    def _needs_care(self, request: Request) -> bool:
+        """Return whether something has to be looked at or kept before a launch; mostly there is nothing."""
+        return (
+            request.dropout_p > 0
+            or launch.has_refusals()
+            or first_call.has_listener(self._backend)
+            or _is_watched()
+        )
 
     def _forward_of_graphs(self, *arguments: Any) -> tuple[Tensor, ...]:
         """An operator's outputs lie as its fake ones do, and own their memory."""
@@ -217,21 +240,32 @@ class _Eager(torch.autograd.Function):
     """The launches with autograd around them, without an operator."""
 
     @staticmethod
-    def forward(ctx: Any, external: External, *request: Any) -> tuple[Tensor, Tensor]:
-        result = external._launch_forward(Request(*request))
-        ctx.external, ctx.numbers = external, request[_SAVED:]
-        ctx.save_for_backward(*result, *request[:_SAVED])
+    def forward(ctx: Any, external: External, request: Request, *given: Tensor) -> tuple[Tensor, Tensor]:
+        result = external._launch_forward(request)
+        ctx.external, ctx.numbers = external, request.numbers
+        # Saved are the inputs and no views of them: of those autograd says less clearly that they changed.
+        ctx.save_for_backward(*result, *given[:3], *request[3:TENSORS])
         ctx.mark_non_differentiable(result.lse)
         return result.out, result.lse
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        request = Request(*saved[_OUTPUTS:], *ctx.numbers)
-        result = Launched(*saved[:_OUTPUTS])
-        grads = in_turn(lambda grad: ctx.external._launch_backward(grad, result, request), grad_out)
-        return None, *_each(grads, saved, wants_sink=ctx.needs_input_grad[1 + _SINK])
+        out, lse, state, query, key, value, *rest = ctx.saved_tensors
+        is_ragged, heads_first = rest[0] is not None, ctx.numbers[-1]
+        views: list[Any] = [
+            rows_of(t, is_ragged=is_ragged, heads_first=heads_first) for t in (query, key, value)
+        ]
+        request = Request(*views, *rest, *ctx.numbers)
+
+        def of_sample(grad: Tensor) -> Gradients:
+            grads = ctx.external._launch_backward(grad, Launched(out, lse, state), request)
+            return in_batch(request, grads, query.shape[0])
+
+        *grads, sink = in_turn(of_sample, grad_out)
+        if sink is None or request.sink is None or not ctx.needs_input_grad[-1]:
+            return None, None, *grads, None
+        return None, None, *grads, sink.to(request.sink.dtype)
 
 
 def _each(
@@ -250,11 +284,14 @@ def _is_in_graph(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or is_traced(tensor)
 
 
+def _is_watched() -> bool:
+    """Return whether there is a profiler or a dispatch mode."""
+    return torch.autograd.profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack() > 0
+
+
 def _mark(name: str) -> AbstractContextManager[Any]:
     """Show the launch to a profiler or a dispatch mode, where there is one."""
-    if torch.autograd.profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack() > 0:
-        return torch.profiler.record_function(f"attnroute::{name}")
-    return _NO_MARK
+    return torch.profiler.record_function(f"attnroute::{name}") if _is_watched() else _NO_MARK
 
 
 def _specialization_key(request: Request) -> tuple[Hashable, ...]:
@@ -269,8 +306,8 @@ def _specialization_key(request: Request) -> tuple[Hashable, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output, *inputs[:_SAVED])
-    ctx.numbers = inputs[_SAVED:]
+    ctx.save_for_backward(*output, *inputs[:TENSORS])
+    ctx.numbers = inputs[TENSORS:]
 
 
 def _gradients(

@@ -7,6 +7,8 @@ tensors that are given. Builds differ in which arguments have a default and in w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,11 +17,18 @@ from torch import Tensor
 
 from attnroute.executors.packages.external import External
 from attnroute.executors.packages.flash_attn import readable, sides_of
-from attnroute.executors.packages.request import Gradients, Launched, Request
+from attnroute.executors.packages.request import TENSORS, Gradients, Launched, Request
 from attnroute.memory import INSTALLED, cached
 
 _LIBRARIES = ("flash_attn_3._C", "xformers.flash_attn_3._C")
 """Modules that register the operators when they are imported."""
+
+_TENSORS = {
+    "fwd": ("q", "k", "v"),
+    "bwd": ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"),
+}
+"""The first arguments of each operator, in their order in every build."""
+_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
 @cached(1, INSTALLED)
@@ -61,54 +70,61 @@ class _Kernel:
 
     def forward(self, request: Request) -> Launched:
         """Launch the forward, over several splits of the keys only where nothing has to come out twice."""
-        settings = _settings(request)
-        out, lse, *_ = _call("fwd", **settings, num_splits=_splits(request))
+        run = _bound("fwd", request.is_ragged, request.numbers)
+        out, lse, *_ = run(*request[:3], **_sequences(request))
         return Launched(out, lse)
 
     def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch the backward, which writes no gradient of keys that are not in use."""
         make = torch.empty_like if request.used_kv is None else torch.zeros_like
-        grads = Gradients(*(make(t, memory_format=torch.contiguous_format) for t in request[:3]))
-        _call(
-            "bwd",
-            dout=readable(grad_out),
-            out=readable(result.out),
-            softmax_lse=result.lse.contiguous(),
-            dq=grads.query,
-            dk=grads.key,
-            dv=grads.value,
-            deterministic=request.deterministic,
-            **_settings(request),
-        )
+        grads = Gradients(*[make(t, memory_format=torch.contiguous_format) for t in request[:3]])
+        run = _bound("bwd", request.is_ragged, request.numbers)
+        read = (readable(result.out), result.lse.contiguous())
+        run(readable(grad_out), *request[:3], *read, *grads[:3], **_sequences(request))
         return grads
 
 
-def _call(operator: str, **arguments: Any) -> Any:
-    """Call an operator, whichever build it is from; what it must be given and no request has is None."""
-    names = _arguments(operator)
-    missing = [name for name in arguments if name not in names]
+def _sequences(request: Request) -> dict[str, Tensor | None]:
+    if request.cu_seqlens_q is None:
+        return {}
+    return {
+        "cu_seqlens_q": request.cu_seqlens_q,
+        "cu_seqlens_k": request.cu_seqlens_kv,
+        "seqused_k": request.used_kv,
+    }
+
+
+@cached(1024, INSTALLED)
+def _bound(operator: str, is_ragged: bool, numbers: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return an operator with all arguments but tensors, whichever build it is from.
+
+    What it must be given and no request has is None.
+    """
+    request = Request(*[None] * TENSORS, *numbers)  # type: ignore[arg-type]
+    settings, names = _settings(request, is_ragged=is_ragged), _arguments(operator)
+    if operator == "fwd":
+        settings["num_splits"] = _splits(request)
+    else:
+        settings["deterministic"] = request.deterministic
+    given = (*_TENSORS[operator], *settings, *_SEQUENCES)
+    missing = [name for name in given if name not in names]
     if missing:
         msg = (
             f"flash-attn-3 requires its operator {operator} to take {', '.join(missing)}; got a build that"
             " does not; install release 3.0.0 or newer."
         )
         raise TypeError(msg)
-    unused = {name: None for name, is_required in names.items() if is_required and name not in arguments}
-    return getattr(_operators(), operator)(**arguments, **unused)
+    taken = _TENSORS[operator] + (_SEQUENCES if is_ragged else ())
+    required = [name for name, is_required in names.items() if is_required and name not in taken]
+    return partial(getattr(_operators(), operator), **(dict.fromkeys(required) | settings))
 
 
-def _settings(request: Request) -> dict[str, Any]:
-    """Return the arguments that both operators have."""
+def _settings(request: Request, *, is_ragged: bool) -> dict[str, Any]:
+    """Return the arguments that both operators have and that are no tensors."""
     sides = sides_of(request)
+    lengths = {"max_seqlen_q": request.max_seqlen_q, "max_seqlen_k": request.max_seqlen_kv}
     return {
-        "q": request.query,
-        "k": request.key,
-        "v": request.value,
-        "cu_seqlens_q": request.cu_seqlens_q,
-        "cu_seqlens_k": request.cu_seqlens_kv,
-        "seqused_k": request.used_kv,
-        "max_seqlen_q": request.max_seqlen_q if request.is_ragged else None,
-        "max_seqlen_k": request.max_seqlen_kv if request.is_ragged else None,
+        **(lengths if is_ragged else {}),
         "softmax_scale": request.scale,
         "is_causal": sides.is_causal,
         "window_size_left": sides.left,

@@ -9,6 +9,8 @@ below its public ones are called, because those take an output and a log-sum-exp
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +18,14 @@ import torch
 
 from attnroute.executors.packages.external import External
 from attnroute.executors.packages.flash_attn import check_sides, readable
-from attnroute.executors.packages.request import Gradients, Launched
+from attnroute.executors.packages.request import TENSORS, Gradients, Launched, Request
 from attnroute.executors.prepare.sink import sink_gradient
 from attnroute.memory import INSTALLED, cached
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnroute.executors.packages.request import Request
+_FORWARD, _BACKWARD = "_flash_attn_fwd", "_flash_attn_bwd"
 
 
 @cached(1, INSTALLED)
@@ -43,24 +45,25 @@ class _Kernel:
 
     def forward(self, request: Request) -> Launched:
         """Launch the forward."""
-        splits = {"num_splits": int(request.option("num_splits") or 1)}
-        packs = {} if (pack := request.option("pack_gqa")) is None else {"pack_gqa": pack == "True"}
-        sink = {} if request.sink is None else {"learnable_sink": _as_sinks(request.sink)}
-        extras = {**splits, **packs, **sink}
-        out, lse, *_ = _call("_flash_attn_fwd", **_inputs(request), **extras, return_lse=True)
+        run = _bound(_FORWARD, request.is_ragged, request.numbers)
+        given = _sequences(request)
+        if request.sink is not None:
+            given["learnable_sink"] = _as_sinks(request.sink)
+        out, lse, *_ = run(q=request.query, k=request.key, v=request.value, **given)
         return Launched(out, lse)
 
     def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch the backward, which makes its weights from the log-sum-exp and so needs no sink."""
-        grads = _call(
-            "_flash_attn_bwd",
-            **_inputs(request),
+        query, key, value, *_ = _bound(_BACKWARD, request.is_ragged, request.numbers)(
+            q=request.query,
+            k=request.key,
+            v=request.value,
             out=readable(result.out),
             dout=readable(grad_out),
             lse=result.lse.contiguous(),
-            deterministic=request.deterministic,
+            **_sequences(request),
         )
-        return Gradients(grads[0], grads[1], grads[2], _sink_gradient(request, result, grad_out))
+        return Gradients(query, key, value, _sink_gradient(request, result, grad_out))
 
 
 def _as_sinks(sink: Tensor) -> Tensor:
@@ -81,40 +84,51 @@ def _sink_gradient(request: Request, result: Launched, grad_out: Tensor) -> Tens
     return sink_gradient(grad, out, lse, request.sink.float())
 
 
-def _inputs(request: Request) -> dict[str, Any]:
-    """Return the arguments that both functions have; what a request does not have is left out."""
-    check_sides(request)
-    causal = request.is_causal
-    given = {
-        "cu_seqlens_q": request.cu_seqlens_q,
-        "cu_seqlens_k": request.cu_seqlens_kv,
-        "seqused_k": request.used_kv,
-        "max_seqlen_q": request.max_seqlen_q if request.is_ragged else None,
-        "max_seqlen_k": request.max_seqlen_kv if request.is_ragged else None,
-        "window_size_left": None if causal else request.left,
-        "window_size_right": None if causal else request.right,
-    }
-    return {
-        "q": request.query,
-        "k": request.key,
-        "v": request.value,
-        "softmax_scale": request.scale,
-        "causal": causal,
-        "softcap": request.softcap,
-        **{name: value for name, value in given.items() if value is not None},
-    }
+def _sequences(request: Request) -> dict[str, Any]:
+    """Return the tensors of a ragged batch; what a request does not have is left out."""
+    if request.cu_seqlens_q is None:
+        return {}
+    given = {"cu_seqlens_q": request.cu_seqlens_q, "cu_seqlens_k": request.cu_seqlens_kv}
+    return given if request.used_kv is None else {**given, "seqused_k": request.used_kv}
 
 
-def _call(function: str, **arguments: Any) -> Any:
-    """Call a function of the package, everything by name."""
-    missing = [name for name in arguments if name not in _names(function)]
+@cached(1024, INSTALLED)
+def _bound(function: str, is_ragged: bool, numbers: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return a function of the package with all arguments but tensors."""
+    request = Request(*[None] * TENSORS, *numbers)  # type: ignore[arg-type]
+    settings = _settings(request, is_ragged=is_ragged)
+    if function == _FORWARD:
+        settings |= {"num_splits": int(request.option("num_splits") or 1), "return_lse": True}
+        if (pack := request.option("pack_gqa")) is not None:
+            settings["pack_gqa"] = pack == "True"
+    else:
+        settings["deterministic"] = request.deterministic
+    missing = [name for name in settings if name not in _names(function)]
     if missing:
         msg = (
             f"backend fa4 requires {function} to take {', '.join(missing)} for this call; got a release of"
             " flash-attn-4 that does not; install another one, or pass another backend."
         )
         raise TypeError(msg)
-    return getattr(_interface(), function)(**arguments)
+    return partial(getattr(_interface(), function), **settings)
+
+
+def _settings(request: Request, *, is_ragged: bool) -> dict[str, Any]:
+    """Return the arguments that both functions have and that are no tensors; an open side is left out."""
+    check_sides(request)
+    causal = request.is_causal
+    given = {
+        "max_seqlen_q": request.max_seqlen_q if is_ragged else None,
+        "max_seqlen_k": request.max_seqlen_kv if is_ragged else None,
+        "window_size_left": None if causal else request.left,
+        "window_size_right": None if causal else request.right,
+    }
+    return {
+        "softmax_scale": request.scale,
+        "causal": causal,
+        "softcap": request.softcap,
+        **{name: value for name, value in given.items() if value is not None},
+    }
 
 
 executor = External("fa4", _Kernel()).executor

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torch import Tensor  # noqa: TC002 - a NamedTuple's fields are read at run time
 
 from attnroute.executors import ragged
-from attnroute.masks.tracing import is_traced
 
 if TYPE_CHECKING:
     from attnroute.executors.protocol import Inputs, Plan
+
+TENSORS: Final = 8
+"""The leading fields of `Request`, which are tensors."""
 
 
 class Request(NamedTuple):
@@ -65,6 +67,11 @@ class Request(NamedTuple):
     heads_first: bool
 
     @property
+    def numbers(self) -> tuple[Any, ...]:
+        """Everything but tensors, hashable: under it kernels keep what they make of it."""
+        return self[TENSORS:]
+
+    @property
     def is_ragged(self) -> bool:
         """Sequences lie one behind the other, without a batch dimension."""
         return self.cu_seqlens_q is not None
@@ -83,6 +90,15 @@ class Request(NamedTuple):
     def offset(self) -> int:
         """Keys beyond queries of a padded batch: counted from the top left a window has `right + offset`."""
         return 0 if self.is_ragged else self.max_seqlen_kv - self.max_seqlen_q
+
+    @property
+    def may_leave_rows_empty(self) -> bool:
+        """Some query may attend no key: the first ones lie before all keys, or the last ones behind them."""
+        if self.is_ragged:
+            return True
+        before = self.right is not None and self.offset + self.right < 0
+        behind = self.left is not None and self.left < 0
+        return before or behind or self.max_seqlen_kv == 0
 
     def option(self, name: str) -> str | None:
         """Return one option's value as text."""
@@ -123,46 +139,47 @@ class Gradients(NamedTuple):
     sink: Tensor | None = None
 
 
-def request_of(inputs: Inputs, plan: Plan, *, heads_first: bool = False) -> Request:
+def request_of(inputs: Inputs, plan: Plan, *, heads_first: bool = False, in_graph: bool = False) -> Request:
     """Return the request of one call: padded rows, or sequences where the plan has the repair `to_varlen`."""
     query, key, value = inputs.query, inputs.key, inputs.value
+    repairs, slopes, sink, scale = plan.repairs, inputs.alibi_slopes, inputs.sink, inputs.scale
+    left, right = ragged.window_sizes(inputs)
+    if scale is None:
+        scale = query.shape[3] ** -0.5
     sums_q = sums_kv = used = None
     longest_q, longest_kv = query.shape[2], key.shape[2]
-    if not heads_first or "to_varlen" in plan.repairs:
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if "to_varlen" in plan.repairs:
+    is_ragged = "to_varlen" in repairs
+    if is_ragged:
         (sums_q, sums_kv, used), longest_q, longest_kv = ragged.rows_of(inputs, training=plan.training)
-        query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-    left, right = ragged.window_sizes(inputs)
-    slopes = None if inputs.alibi_slopes is None else inputs.alibi_slopes.float()
     return Request(
-        query,
-        key,
-        value,
+        rows_of(query, is_ragged=is_ragged, heads_first=heads_first),
+        rows_of(key, is_ragged=is_ragged, heads_first=heads_first),
+        rows_of(value, is_ragged=is_ragged, heads_first=heads_first),
         sums_q,
         sums_kv,
         used,
-        None if "sink_from_lse" in plan.repairs else inputs.sink,
-        slopes,
+        None if sink is None or "sink_from_lse" in repairs else sink,
+        None if slopes is None else slopes.float(),
         longest_q,
         longest_kv,
-        inputs.query.shape[3] ** -0.5 if inputs.scale is None else inputs.scale,
+        scale,
         left,
         right,
         inputs.softcap,
         inputs.dropout_p,
         plan.deterministic,
         plan.training,
-        _fallback(query, plan),
+        ("inside" if in_graph else "caller") if plan.may_reroute else "none",
         ",".join([f"{name}={value}" for name, value in plan.options]) if plan.options else "",
         heads_first,
     )
 
 
-def _fallback(query: Tensor, plan: Plan) -> str:
-    if not plan.may_reroute:
-        return "none"
-    return "inside" if is_traced(query) else "caller"
+def rows_of(tensor: Tensor, *, is_ragged: bool, heads_first: bool) -> Tensor:
+    """Return a tensor in layout bhsd as a request has it."""
+    if is_ragged:
+        return tensor.transpose(1, 2).flatten(0, 1)
+    return tensor if heads_first else tensor.transpose(1, 2)
 
 
 def to_bhsd(request: Request, tensor: Tensor) -> Tensor:
@@ -170,17 +187,38 @@ def to_bhsd(request: Request, tensor: Tensor) -> Tensor:
     return tensor if request.heads_first else tensor.transpose(1, 2)
 
 
-def padded(request: Request, out: Tensor, lse: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of a request in the shapes of the inputs, layout bhsd."""
+def padded(request: Request, out: Tensor, inputs: Inputs) -> Tensor:
+    """Return the output of a request in the shape of the inputs, layout bhsd."""
+    return _in_rows(out, inputs.query.shape[0]) if request.is_ragged else to_bhsd(request, out)
+
+
+def padded_lse(request: Request, lse: Tensor, inputs: Inputs) -> Tensor:
+    """Return the log-sum-exp of a request as (batch, num_heads_q, seqlen_q)."""
     if not request.is_ragged:
-        return to_bhsd(request, out), lse
-    batch, _, seqlen, _ = inputs.query.shape
-    lse = lse.unflatten(1, (batch, seqlen)).transpose(0, 1)
-    return out.unflatten(0, (batch, seqlen)).transpose(1, 2), lse
+        return lse
+    rows: Tensor = lse.unflatten(1, (inputs.query.shape[0], inputs.query.shape[2]))
+    return rows.transpose(0, 1)
 
 
-def packed(request: Request, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def packed(request: Request, out: Tensor) -> Tensor:
     """Undo `padded`."""
-    if not request.is_ragged:
-        return to_bhsd(request, out), lse
-    return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    return out.transpose(1, 2).flatten(0, 1) if request.is_ragged else to_bhsd(request, out)
+
+
+def packed_lse(request: Request, lse: Tensor) -> Tensor:
+    """Undo `padded_lse`."""
+    return lse.transpose(0, 1).flatten(1) if request.is_ragged else lse
+
+
+def in_batch(request: Request, grads: Gradients, batch: int) -> Gradients:
+    """Return gradients in layout bhsd."""
+    query, key, value, sink = grads
+    if request.is_ragged:
+        return Gradients(_in_rows(query, batch), _in_rows(key, batch), _in_rows(value, batch), sink)
+    return Gradients(to_bhsd(request, query), to_bhsd(request, key), to_bhsd(request, value), sink)
+
+
+def _in_rows(tensor: Tensor, batch: int) -> Tensor:
+    """Return the tokens of all rows (total, num_heads, head_dim) as (batch, num_heads, seqlen, head_dim)."""
+    rows: Tensor = tensor.view(batch, -1, *tensor.shape[1:])
+    return rows.transpose(1, 2)

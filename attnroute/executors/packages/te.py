@@ -8,7 +8,6 @@ their prefix sums; the log-sum-exp is natural, includes sinks and is the first a
 from __future__ import annotations
 
 import inspect
-import math
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +19,7 @@ from attnroute.executors.packages.cudnn_band import (
     Band,
     band_of,
     sink_gradient,
+    without_minus_infinity,
     zero_unattended_gradients,
     zero_unattended_rows,
 )
@@ -76,8 +76,7 @@ class _Kernel:
 
     def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch the backward, which makes its weights from the log-sum-exp and so needs no sink."""
-        # What has no key weighs nothing: exp(-inf - inf) is 0 where exp(-inf + inf) is NaN.
-        lse = result.lse.masked_fill(result.lse == -math.inf, math.inf)
+        lse = without_minus_infinity(request, result.lse)
         state = lse.new_zeros(2, dtype=torch.int64) if result.state is None else result.state
         query, key, value, *_ = _call(
             "fused_attn_bwd",
@@ -125,7 +124,7 @@ def _call(name: str, **arguments: Any) -> Any:
 
 def _settings(request: Request) -> dict[str, Any]:
     """Return the arguments that both functions have."""
-    band = band_of(request)
+    band = band_of(request, is_ragged=request.is_ragged)
     return {
         "max_seqlen_q": request.max_seqlen_q,
         "max_seqlen_kv": request.max_seqlen_kv,
