@@ -17,7 +17,7 @@ from attnroute.engine.select import select
 from attnroute.question.line import render
 from attnroute.question.policy import Policy
 from attnroute.tables.load import load
-from benchmarks.recorded import READERS, Part, Record, records
+from benchmarks.recorded import Part, Record, records
 
 Packages = Literal["everything", "torch alone"]
 TOLERATED = 1.02
@@ -128,7 +128,7 @@ def report(made: Iterable[Choice], *, worst: int) -> str:
     lines = [f"{'':34}{'part':8}{'calls':>6}{'mean':>8}{'worst':>8}  over {TOLERATED} of stock"]
     groups = {
         (source, part): [c for c in made if (c.record.source, c.record.part) == (source, part)]
-        for source in READERS
+        for source in dict.fromkeys(choice.record.source for choice in made)
         for part in get_args(Part)
     }
     totals = {("all", part): [c for c in made if c.record.part == part] for part in get_args(Part)}

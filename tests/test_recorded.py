@@ -20,6 +20,7 @@ NOT_READ = {
     "h100-torch2.11-faults": "faults",
     "h100-torch2.11-flex-structure": "flex alone",
     "h100-torch2.11-recognition": "what recognition of masks costs",
+    "public-figures": "what others measured: benchmarks/public_figures.py reads it",
 }
 """Results that say milliseconds, but not of several backends for one call."""
 
