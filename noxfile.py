@@ -118,12 +118,16 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session
 def lowest(session: nox.Session) -> None:
-    """Run the torch-free tests with the lowest versions of the dependencies that pyproject.toml admits."""
+    """Run the torch-free tests, and draw, with the lowest versions that pyproject.toml admits."""
     _clear_settings(session)
-    bounds = _project()["dependencies"]
+    drawing = [
+        bound for bound in _project()["optional-dependencies"]["docs"] if bound.startswith("matplotlib")
+    ]
+    bounds = [*_project()["dependencies"], *drawing]
     session.install("-e", ".", *(bound.replace(">=", "==") for bound in bounds))
     session.install("pytest>=9", "hypothesis>=6.100")
     session.run("pytest", "-q", "-m", "not gpu", *TORCH_FREE_TESTS, *session.posargs)
+    session.run("python", "-m", "benchmarks.report", "--out", session.create_tmp())
 
 
 @nox.session

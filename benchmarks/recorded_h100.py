@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 ENVIRONMENT = {
     "card": "NVIDIA H100 80GB HBM3",
+    "driver": "580.159.04",
+    "date": "2026-11-27",
     "torch": "2.11.0+cu130",
     "cuda": "13.0",
     "cudnn": "91900",
 }
-"""Of the files that say none: the same machine, the day before."""
+"""Of the files that do not say it."""
 FA4 = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1"}
 PACKAGES = {
     "h100-torch2.11-fa4b36": FA4,

@@ -34,6 +34,7 @@ class Choice(NamedTuple):
         best: The fastest backend that may run and was right.
         regret: Time of the choice over the best one's.
         stock: Time of the choice over stock attention's; None where that cannot say the call or was wrong.
+        options: How many backends were timed, were right and may run.
     """
 
     record: Record
@@ -42,6 +43,7 @@ class Choice(NamedTuple):
     best: str
     regret: float
     stock: float | None
+    options: int
 
     @property
     def id(self) -> str:
@@ -59,7 +61,7 @@ class Choice(NamedTuple):
 
 
 def choose(record: Record, packages: Packages) -> Choice | None:
-    """Return the choice for a record; None where at most one of the timed backends may run.
+    """Return the choice for a record; None where no backend that was timed may run.
 
     Raises:
         ValueError: The choice was measured and gave a wrong result.
@@ -70,7 +72,7 @@ def choose(record: Record, packages: Packages) -> Choice | None:
     # What `decide` describes, without its sentences.
     selection = select(record.call, host, tables, Policy(ban=untimed))
     right = {n: t.total_ms for n in selection.order if (t := record.times[n]).is_right}
-    if len(selection.order) < 2 or selection.selected is None:
+    if selection.selected is None:
         return None
     if selection.selected not in right:
         msg = f"{selection.selected} is selected for {record.id} and was wrong there."
@@ -78,13 +80,13 @@ def choose(record: Record, packages: Packages) -> Choice | None:
     took = right[selection.selected]
     best = min(right, key=right.__getitem__)
     stock = took / record.stock.total_ms if record.stock and record.stock.is_right else None
-    return Choice(record, packages, selection.selected, best, took / right[best], stock)
+    return Choice(record, packages, selection.selected, best, took / right[best], stock, len(right))
 
 
 def choices(packages: Packages, found: Iterable[Record] | None = None) -> tuple[Choice, ...]:
-    """Return the choices for records, all by default."""
+    """Return the choices for records, all by default, where there was anything to choose."""
     made = (choose(record, packages) for record in (records() if found is None else found))
-    return tuple(choice for choice in made if choice is not None)
+    return tuple(choice for choice in made if choice is not None and choice.options > 1)
 
 
 class Summary(NamedTuple):

@@ -1,0 +1,1 @@
+"""Tables and pictures of the committed measurements: `python -m benchmarks.report`."""
