@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attnroute.api.attention import attention
 from attnroute.errors import argument_error
-from attnroute.integrations.transformers.call_mask import call_mask
-from attnroute.integrations.transformers.models import refuse_eager_only
+from attnroute.integrations.transformers.call_mask import carried, unstated, with_cu_seqlens
+from attnroute.integrations.transformers.carried_mask import CarriedMask
+from attnroute.integrations.transformers.models import eager_only_refused, is_eager_only
+from attnroute.masks import KeyPadding, Mask
+
+if TYPE_CHECKING:
+    from attnroute.integrations.transformers.pattern import Keys
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]
+_DIMS = 4
 
 HARMLESS = frozenset(
     {
@@ -45,6 +52,11 @@ HARMLESS = frozenset(
 )
 
 
+_HONOURED = frozenset(
+    {"softcap", "s_aux", "position_bias", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "deterministic"}
+)
+
+
 def attention_function(ignore: frozenset[str], *, eager_only: bool = False) -> AttentionFunction:
     """Return the function for transformers' registry.
 
@@ -52,7 +64,7 @@ def attention_function(ignore: frozenset[str], *, eager_only: bool = False) -> A
         ignore: Keyword arguments that count as harmless, beside those known to be.
         eager_only: Whether models that transformers runs with eager attention only are served.
     """
-    harmless = HARMLESS | ignore
+    known = HARMLESS | ignore | _HONOURED
 
     def attnroute_attention_forward(
         module: torch.nn.Module,
@@ -65,23 +77,72 @@ def attention_function(ignore: frozenset[str], *, eager_only: bool = False) -> A
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        if not eager_only:
-            refuse_eager_only(module)
-        _refuse_unknown(kwargs, harmless)
-        if is_causal is None:
-            is_causal = bool(getattr(module, "is_causal", True))
-        out = _attend(query, key, value, attention_mask, is_causal, kwargs, scale=scaling, dropout_p=dropout)
+        # Every layer waits for what is done here, so it is little.
+        compiling = is_compiling()
+        if not eager_only and is_eager_only(type(module).__module__):
+            raise eager_only_refused(module)
+        # A tracer cannot compare the names as sets.
+        if compiling or not kwargs.keys() <= known:
+            _refuse_unknown(kwargs, known)
+        mask: Mask | Tensor | None = attention_mask
+        keys: Keys = None
+        if attention_mask is None:
+            is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            mask = unstated(query.shape[2], key.shape[2], bool(is_causal), kwargs)
+        elif isinstance(attention_mask, CarriedMask):
+            mask, keys = carried(attention_mask, query, key, kwargs, compiling=compiling)
+        if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
+            mask = with_cu_seqlens(mask, attention_mask, query, key, kwargs, compiling=compiling)
+        bias: Tensor | None = kwargs.get("position_bias")
+        if keys is not None:
+            start, stop = keys
+            key, value = key[:, :, start:stop], value[:, :, start:stop]
+            bias = bias[..., start:stop] if bias is not None and bias.shape[-1] > 1 else bias
+        if query.shape[0] == 1 < key.shape[0]:
+            # Learned queries are shared by the batch.
+            query = query.expand(key.shape[0], -1, -1, -1)
+        heads = query.shape[1]
+        sink = kwargs.get("s_aux")
+        folded = (
+            mask is not None
+            and query.shape[2] == 1
+            and heads != key.shape[1]
+            and not compiling
+            and _is_one_row(mask)
+            and bias is None
+            and sink is None
+        )
+        if folded:
+            # The query heads that share a key head become its rows, which see the same keys: kernels that
+            # read masks then need not repeat key and value.
+            query = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+        out = attention(
+            query,
+            key,
+            value,
+            mask,
+            bias=bias,
+            scale=scaling,
+            softcap=kwargs.get("softcap") or 0.0,
+            sink=sink,
+            dropout_p=dropout,
+            deterministic=kwargs.get("deterministic") or None,
+        )
+        if folded:
+            return out.reshape(out.shape[0], 1, heads, -1), None
         return out.transpose(1, 2).contiguous(), None
 
     return attnroute_attention_forward
 
 
-_HONOURED = frozenset(
-    {"softcap", "s_aux", "position_bias", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "deterministic"}
-)
+def _is_one_row(mask: Mask | Tensor) -> bool:
+    """Whether a mask of one query is the same for every head."""
+    if isinstance(mask, Tensor):
+        return mask.dim() == _DIMS and mask.shape[1] == 1
+    return isinstance(mask, KeyPadding)
 
 
-def _refuse_unknown(kwargs: Mapping[str, Any], harmless: frozenset[str]) -> None:
+def _refuse_unknown(kwargs: Mapping[str, Any], known: frozenset[str]) -> None:
     if kwargs.get("output_attentions"):
         raise argument_error(
             "output_attentions",
@@ -90,43 +151,10 @@ def _refuse_unknown(kwargs: Mapping[str, Any], harmless: frozenset[str]) -> None
             'load the model with attn_implementation="eager" to see them',
         )
     for name, value in kwargs.items():
-        if name not in harmless and name not in _HONOURED and value is not None and value is not False:
+        if name not in known and value is not None and value is not False:
             raise argument_error(
                 f"keyword argument {name}",
                 "a meaning that this integration knows, because it may change what attention computes",
                 type(value).__name__,
                 f'pass register(ignore=["{name}"]) if it changes nothing, else take "eager"',
             )
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    given: Tensor | None,
-    is_causal: bool,
-    kwargs: Mapping[str, Any],
-    *,
-    scale: float | None,
-    dropout_p: float,
-) -> Tensor:
-    bias: Tensor | None = kwargs.get("position_bias")
-    mask, (start, stop) = call_mask(query, key, given, is_causal, kwargs)
-    if (start, stop) != (0, key.shape[2]):
-        key, value = key[:, :, start:stop], value[:, :, start:stop]
-        bias = bias[..., start:stop] if bias is not None and bias.shape[-1] > 1 else bias
-    if query.shape[0] == 1 < key.shape[0]:
-        # Learned queries are shared by the batch.
-        query = query.expand(key.shape[0], -1, -1, -1)
-    return attention(
-        query,
-        key,
-        value,
-        mask,
-        bias=bias,
-        scale=scale,
-        softcap=kwargs.get("softcap") or 0.0,
-        sink=kwargs.get("s_aux"),
-        dropout_p=dropout_p,
-        deterministic=kwargs.get("deterministic") or None,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,68 +11,69 @@ from torch.compiler import is_compiling
 
 from attnroute.errors import argument_error
 from attnroute.integrations.transformers.carried_mask import CarriedMask
-from attnroute.integrations.transformers.pattern import Pattern
 from attnroute.masks import All, Causal, Dense, Documents, Mask, Window
 from attnroute.masks.kept import remember
 from attnroute.masks.tracing import is_traced
 
+if TYPE_CHECKING:
+    from attnroute.integrations.transformers.pattern import Keys, Pattern
 
-def call_mask(
-    query: Tensor, key: Tensor, given: Tensor | None, is_causal: bool, kwargs: Mapping[str, Any]
-) -> tuple[Mask | Tensor | None, tuple[int, int]]:
-    """Return the mask of one attention call, and the first key that it is for and the one after the last.
+
+def carried(
+    given: CarriedMask, query: Tensor, key: Tensor, kwargs: Mapping[str, Any], *, compiling: bool
+) -> tuple[Mask | Tensor | None, Keys]:
+    """Return what a mask of `make_mask` says, and the keys that it is for; worked out once for all layers.
 
     Args:
+        given: What the model passes as attention_mask.
         query: (batch, num_heads_q, q_length, head_dim).
         key: (batch, num_heads_kv, kv_length, head_dim).
-        given: What the model passes as attention_mask.
-        is_causal: What the module means where it passes none.
-        kwargs: Further arguments of the module: sliding_window, cu_seq_lens_q, cu_seq_lens_k.
+        kwargs: Further arguments of the module: sliding_window.
+        compiling: A graph does not know the pattern of the mask, but its tensors, of which the dense mask is
+            made.
 
     Raises:
-        ArgumentError: They contradict each other, or leave open what is masked.
+        ArgumentError: The mask is for other lengths.
     """
-    window: int | None = kwargs.get("sliding_window")
-    keys = (0, key.shape[2])
-    mask: Mask | Tensor | None = given
-    pattern = None
-    if isinstance(given, CarriedMask) and is_compiling():
-        # A graph does not know the pattern of the object, but its tensors, of which the dense mask is made.
-        mask = given & True
-    elif isinstance(given, CarriedMask):
-        pattern = given.pattern
-        mask, keys = _carried(given, query, key, window)
-    elif given is None:
-        mask = _unstated(query.shape[2], key.shape[2], is_causal, window)
-    sums = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
-    if sums != (None, None):
-        mask = _with_cu_seqlens(mask, pattern, *sums, query, key)
-    return mask, keys
-
-
-def _carried(
-    given: CarriedMask, query: Tensor, key: Tensor, window: int | None
-) -> tuple[Mask | Tensor, tuple[int, int]]:
-    pattern, whole = given.pattern, (0, key.shape[2])
+    if compiling:
+        return given & True, None
+    asked = (query.shape[2], key.shape[2], kwargs.get("sliding_window"))
+    answer = given.answer
+    # A block has the memory of its source, and who made the dense mask may write into it.
+    if answer is not None and answer[0] == asked and given.made is None and given.source is None:
+        return answer[1]
+    pattern = given.pattern
     if pattern is None:
-        return given.dense(), whole
-    lengths = (query.shape[2], key.shape[2])
-    if lengths != (pattern.q_length, pattern.kv_length):
+        return given.dense(), None
+    if asked[:2] != (pattern.q_length, pattern.kv_length):
         raise argument_error(
             "attention_mask",
-            f"{lengths[0]} queries and {lengths[1]} keys, as query and key have",
+            f"{asked[0]} queries and {asked[1]} keys, as query and key have",
             f"one for {pattern.q_length} and {pattern.kv_length}",
             "make the mask for the lengths of this layer",
         )
-    if window is not None:
-        pattern = pattern.with_window(window)
-    if pattern.mask is None:
-        return given.dense(), whole
-    return pattern.mask, pattern.keys
+    if asked[2] is not None:
+        pattern = pattern.with_window(asked[2])
+    said = pattern.said
+    if said is None:
+        return given.dense(), None
+    given.answer = (asked, said)
+    return said
 
 
-def _unstated(seqlen_q: int, seqlen_kv: int, is_causal: bool, window: int | None) -> Mask | None:
-    """Return what the module means where it passes no mask; never a guess about an alignment."""
+def unstated(seqlen_q: int, seqlen_kv: int, is_causal: bool, kwargs: Mapping[str, Any]) -> Mask | None:
+    """Return what a module means that passes no mask; never a guess about an alignment.
+
+    Args:
+        seqlen_q: Queries.
+        seqlen_kv: Keys.
+        is_causal: What the module says of itself.
+        kwargs: Further arguments of the module: sliding_window.
+
+    Raises:
+        ArgumentError: It is left open what is masked.
+    """
+    window: int | None = kwargs.get("sliding_window")
     if seqlen_q == 1 or not is_causal:
         if window is not None and seqlen_kv > window:
             raise argument_error(
@@ -92,27 +93,31 @@ def _unstated(seqlen_q: int, seqlen_kv: int, is_causal: bool, window: int | None
     return Causal() if window is None else Window(window - 1, 0)
 
 
-def _with_cu_seqlens(
+def with_cu_seqlens(
     mask: Mask | Tensor | None,
-    pattern: Pattern | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
+    given: Tensor | None,
     query: Tensor,
     key: Tensor,
+    kwargs: Mapping[str, Any],
+    *,
+    compiling: bool,
 ) -> Mask | Tensor | None:
     """Return the mask with the documents that `cu_seq_lens_q` and `cu_seq_lens_k` state.
 
     Args:
         mask: What is masked already.
-        pattern: Where the mask came from; the result is kept with it, so that all layers share one.
-        cu_q: Integer tensor (documents + 1,), prefix sums of the lengths; one batch row holds all documents.
-        cu_k: The same for the keys; must be equal.
+        given: What the model passes as attention_mask; the result is kept with its pattern, so that all
+            layers share one.
         query: (1, num_heads_q, seqlen, head_dim).
         key: (1, num_heads_kv, seqlen, head_dim).
+        kwargs: Further arguments of the module: cu_seq_lens_q and cu_seq_lens_k, integer tensors (documents +
+            1,), prefix sums of the lengths, equal ones; one batch row holds all documents.
+        compiling: A graph knows no pattern.
 
     Raises:
         ArgumentError: They are no partition of the tokens of one batch row, or contradict the mask.
     """
+    cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if cu_q is None or cu_k is None or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise argument_error(
             "cu_seq_lens_q and cu_seq_lens_k",
@@ -121,11 +126,15 @@ def _with_cu_seqlens(
             f"{'one' if (cu_q is None) != (cu_k is None) else 'both'} of them",
             "flatten the batch, or pass a mask",
         )
+    pattern: Pattern | None = None
+    if isinstance(given, CarriedMask) and not compiling:
+        pattern = given.pattern
     if pattern is None:
         return _joined(mask, None, cu_q, cu_k)
     what = ("cu_seq_lens", id(cu_q), id(cu_k), id(mask))
+    ids = pattern.ids
     # What is kept holds the tensors, so that their ids stay theirs for as long.
-    return remember(pattern, what, lambda: (_joined(mask, pattern.ids, cu_q, cu_k), cu_q, cu_k, mask))[0]
+    return remember(pattern, what, lambda: (_joined(mask, ids, cu_q, cu_k), cu_q, cu_k, mask))[0]
 
 
 def _joined(

@@ -29,7 +29,8 @@ from attnroute.masks.marks import Mark, is_private
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attnroute.integrations.transformers.pattern import Pattern
+    from attnroute.integrations.transformers.pattern import Keys, Pattern
+    from attnroute.masks import Mask
 
 _DIMS = 4
 # What shape, dtype and device alone answer; everything that is not listed works on the dense mask.
@@ -56,6 +57,7 @@ class CarriedMask(Tensor):
         source: The carried mask and the index that this one is a block of: a view, as of any tensor.
         parts: The pattern as plain tensors, once a tracer needs them: offset, left and right, keep, and
             ids where there are documents. "written" alone for a mask that somebody wrote into before.
+        answer: The last question of a layer (lengths and window), and what the pattern says to it.
     """
 
     known: Pattern | None
@@ -63,6 +65,7 @@ class CarriedMask(Tensor):
     mark: Mark | None
     source: tuple[CarriedMask, Any] | None
     parts: dict[str, Tensor] | None
+    answer: tuple[tuple[int, int, int | None], tuple[Mask | None, Keys]] | None
 
     @staticmethod
     def carry(
@@ -203,7 +206,7 @@ def _written_in_a_graph() -> RuntimeError:
 def _wrapper(size: Any, stride: Any, device: torch.device) -> CarriedMask:
     make = Tensor._make_wrapper_subclass  # noqa: SLF001 - torch documents it in its notes, under this name
     mask: CarriedMask = make(CarriedMask, size, strides=stride, dtype=torch.bool, device=device)
-    mask.known = mask.made = mask.mark = mask.source = mask.parts = None
+    mask.known = mask.made = mask.mark = mask.source = mask.parts = mask.answer = None
     return mask
 
 

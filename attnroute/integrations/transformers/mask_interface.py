@@ -60,13 +60,14 @@ def make_mask(
 
     Returns:
         A `CarriedMask` where the mask is known as an object, else a bool tensor (batch_size, 1, q_length,
-        kv_length), True = attend. None only for a mask without any False, and only where that is allowed.
+        kv_length), True = attend. None only for a mask without any False, and only where that is allowed or
+        one query is all there is: then nothing is left open, unless a module has a window.
     """
     sizes = (batch_size, q_length, kv_length)
     pattern = None
     # Values of a traced tensor cannot be read, and without reading them nothing is certain. A compiled step
     # of decoding takes masks as inputs of one form, and one row costs next to nothing.
-    traced = is_tracing(attention_mask) or is_tracing(q_offset)
+    traced = is_tracing(attention_mask) or (isinstance(q_offset, Tensor) and is_tracing(q_offset))
     unread = not traced and (_is_unread(attention_mask) or _is_unread(q_offset))
     if not traced and not unread and (q_length > 1 or allow_is_causal_skip):
         pattern = _pattern(sizes, q_offset, kv_offset, mask_function, attention_mask)
@@ -87,8 +88,11 @@ def make_mask(
         return dense
     # A mask with a window stays, for its modules pass the window on and would ask what it means without a
     # mask.
-    if allow_is_bidirectional_skip and pattern.is_full and pattern.left is None:
-        return None
+    if pattern.left is None and pattern.is_full:
+        config = kwargs.get("config")
+        alone = q_length == 1 and config is not None and getattr(config, "sliding_window", None) is None
+        if alone or allow_is_bidirectional_skip:
+            return None
     return CarriedMask.carry(pattern, device)
 
 
@@ -132,7 +136,11 @@ def _with_padding(band: Pattern, padding: Tensor, kv_offset: int) -> Pattern | N
     if missing:
         # Keys beyond the padding mask do not exist yet, as in transformers.
         keep = torch.nn.functional.pad(keep, (0, missing))
-    all_exist, at_left, at_right = _ends(keep[:, slice(*band.keys)])
+    in_reach = keep[:, slice(*band.keys)]
+    if band.q_length == 1:
+        # Kernels take the flags of one row as they are, and at which side they lie is not worth a look.
+        return band if bool(in_reach.all()) else replace(band, keep=keep)
+    all_exist, at_left, at_right = _ends(in_reach)
     if all_exist:
         return band
     return replace(band, keep=keep, padding_side="left" if at_left else "right" if at_right else None)

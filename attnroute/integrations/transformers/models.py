@@ -40,25 +40,19 @@ def ask_before_models_are_built(names: Container[str]) -> None:
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
 
-def refuse_eager_only(module: torch.nn.Module) -> None:
-    """Raise for an attention module of a model that transformers runs with eager attention only.
-
-    Raises:
-        ArgumentError: It is one.
-    """
-    kind = type(module)
-    if _is_eager_only(kind.__module__):
-        raise argument_error(
-            "attn_implementation",
-            "a model that transformers runs with another implementation than eager, too",
-            f"one with {kind.__name__}, which may compute with its masks as if they were float tensors",
-            'take "eager", or pass register(eager_only=True) after comparing results',
-        )
+def eager_only_refused(module: torch.nn.Module) -> Exception:
+    """Return the error for an attention module of a model that only eager attention is known to run."""
+    return argument_error(
+        "attn_implementation",
+        "a model that transformers runs with another implementation than eager, too",
+        f"one with {type(module).__name__}, which may compute with its masks as if they were float tensors",
+        'take "eager", or pass register(eager_only=True) after comparing results',
+    )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_eager_only(place: str) -> bool:
-    """Whether every model defined in an attention class's module declares that it supports nothing else."""
+def is_eager_only(place: str) -> bool:
+    """Return whether every model in the module `place`, which defines an attention class, is eager only."""
     return _all_eager(place)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from attnroute.masks.lowered.form import PaddingSide
     from attnroute.vocabulary import Alignment
+
+Keys: TypeAlias = tuple[int, int] | None
+"""The first key and the one after the last; None = all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +64,28 @@ class Pattern:
         everything = (0, self.kv_length)
         if self.ids is not None:
             return everything
+        start, stop = self._reach
+        return (start, stop) if start < stop else everything
+
+    @property
+    def _reach(self) -> tuple[int, int]:
+        """First key in the band of some query, and the one after the last; there may be none."""
         start = 0 if self.left is None else max(0, self.offset - self.left)
         stop = self.kv_length
         if self.right is not None:
             stop = min(stop, self.q_length + self.offset + self.right)
-        return (start, stop) if start < stop else everything
+        return start, stop
+
+    @cached_property
+    def said(self) -> tuple[Mask | None, Keys] | None:
+        """What a call gets: the mask, None where nothing is masked, and the keys that it is for.
+
+        None where no mask object equals the pattern.
+        """
+        if self.mask is None:
+            return None
+        whole = self.keys == (0, self.kv_length)
+        return self.mask if self.mask.nodes else None, None if whole else self.keys
 
     @cached_property
     def mask(self) -> Mask | None:
@@ -74,7 +94,11 @@ class Pattern:
         None where the queries lie so far before the keys that no mask object equals it.
         """
         start, stop = self.keys
-        band = _band(self.left, self.right, self.offset - start, (stop - start) - self.q_length)
+        if self.q_length == 1 and self._reach[0] < self._reach[1]:
+            # The band of one query is the keys in reach.
+            band: tuple[Mask, ...] | None = ()
+        else:
+            band = _band(self.left, self.right, self.offset - start, (stop - start) - self.q_length)
         if band is None:
             return None
         if self.keep is not None:
