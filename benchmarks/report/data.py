@@ -141,4 +141,4 @@ def environment(source: str) -> dict[str, Any]:
 
 def models() -> dict[str, dict[str, Any]]:
     """Return the results of `models.py` by file."""
-    return {path.stem: load(path.stem) for path in sorted(RESULTS.glob("*-models*.json"))}
+    return {path.stem: load(path.stem) for path in sorted(RESULTS.glob("*-whole-models*.json"))}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import get_args
 
+from attnroute.question.host import sort_key
 from attnroute.question.line import render
+from benchmarks.public_figures import figures
 from benchmarks.recorded import TORCH_ONLY, Part, Record
-from benchmarks.replay import TOLERATED, Choice, Packages, mean, summary
+from benchmarks.replay import TOLERATED, Choice, Packages, choices, mean, summary
 from benchmarks.report import data
 
 TITLES = {
@@ -189,6 +192,29 @@ def _files() -> str:
     return table(head, lines, left=6)
 
 
+def _public() -> str:
+    """Return how far choices are from the best on cards that others measured, by card."""
+    made: dict[tuple[str, str], list[Choice]] = defaultdict(list)
+    for choice in choices("everything", figures()):
+        host = choice.record.host
+        made[host.arch, host.device_name].append(choice)
+    lines = []
+    for (arch, card), each in sorted(made.items(), key=lambda item: (sort_key(item[0][0]), item[0])):
+        sources = ", ".join(f"`{source}`" for source in sorted({choice.record.source for choice in each}))
+        said = summary(each)
+        lines.append(
+            (
+                card or "not said",
+                f"`{arch}`",
+                sources,
+                str(said.calls),
+                f"{said.mean:.3f}",
+                f"{said.worst:.2f}",
+            )
+        )
+    return table(("card", "architecture", "source", "figures", "choice over best", "worst"), lines, left=3)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "summary": _summary,
     "known calls": _titled,
@@ -196,6 +222,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "calls": _calls,
     "models": _models,
     "replay": _replay,
+    "public": _public,
     "files": _files,
 }
 """What may stand between two marks, by name."""
