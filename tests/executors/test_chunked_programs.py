@@ -237,7 +237,7 @@ def test_tiles_are_smaller_only_where_functions_tell_heads_or_rows_apart():
         plans.append(tiling)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked_call, "make_plan", recorded)
+        patch.setattr(chunked_call, "planned", recorded)
         for program in (None, narrow, heads):
             spec = Spec(1.0, 0.0, 0.0, 0, chunked_plan.Limits(), None, program)
             chunked_call.Call.build(*tensors, Extras(), spec)

@@ -25,7 +25,7 @@ def tiling(score_elements, key_align=8):
 
     with (
         mock.patch.object(chunked_plan, "KEY_ALIGN", key_align),
-        mock.patch.object(chunked_call, "make_plan", recorded),
+        mock.patch.object(chunked_call, "planned", recorded),
     ):
         yield plans
 

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from attnroute.executors.chunked.buffers import Buffers, ChunkRows
+from attnroute.executors.chunked.buffers import Buffers
 from attnroute.executors.chunked.call import Call, Saved, matmul_into
+from attnroute.executors.chunked.steps_eager import NEG_INF, finite_shift
 from attnroute.executors.chunked.tile import Tile, cut
 
 if TYPE_CHECKING:
     from attnroute.executors.chunked.plan import Block, Chunk
-
-DOT_ELEMENTS = 2**24
-"""Most products that `row_dots` holds at once."""
 
 
 class Grads(NamedTuple):
@@ -46,38 +44,24 @@ def run_backward(
 ) -> Grads:
     """Compute gradients, with every tile of scores made again.
 
-    A forward pass of any other origin will do if it gives the output and the log-sum-exp: `saved` then
-    has `row_max` = lse and `row_sum` = 1.
+    A forward pass of any other origin will do if it gives the output and the log-sum-exp, which `saved` then
+    has as row maxima, with sums of 1.
     """
-    empty = saved.row_max == float("-inf")
-    delta = row_dots(grad_out, saved.out)
+    delta = call.steps.row_dots(grad_out, saved.out)
     if grad_lse is not None:
         delta.sub_(grad_lse)
-    shift = saved.row_max.masked_fill(empty, 0.0)
-    log_sum = saved.row_sum.log().masked_fill_(empty, float("inf"))
-    stats = torch.stack((shift, log_sum, delta.masked_fill_(empty, 0.0)))
-    back = _Backward(call, stats, grad_out, wanted)
+    back = _Backward(call, saved.stats, delta, grad_out, wanted)
     for chunk in call.plan.chunks:
         back.run_chunk(chunk)
     return back.grads()
 
 
-def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sums of ``a * b`` over the last dimension, in float32 or float64."""
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    dots = a.new_empty(a.shape[:3], dtype=wide)
-    step = max(DOT_ELEMENTS // max(a.shape[0] * a.shape[1] * a.shape[3], 1), 1)
-    for i in range(0, a.shape[2], step):
-        part = slice(i, i + step)
-        torch.sum(a[:, :, part].to(wide) * b[:, :, part], -1, out=dots[:, :, part])
-    return dots
-
-
 class _Backward:
     """One backward pass: its accumulators and the loop over tiles."""
 
-    def __init__(self, call: Call, stats: Tensor, grad_out: Tensor, wanted: NeedsGrad) -> None:
-        self._call, self._stats, self._grad_out, self._wanted = call, stats, grad_out, wanted
+    def __init__(self, call: Call, stats: Tensor, delta: Tensor, grad_out: Tensor, wanted: NeedsGrad) -> None:
+        self._call, self._wanted = call, wanted
+        self._stats, self._delta, self._grad_out = stats, delta, grad_out
         self._tiles, self._buffers = call.tiles(), Buffers(call)
         self._query = torch.empty_like(call.query) if wanted.query else None
         self._key = torch.empty_like(call.key) if wanted.key else None
@@ -96,60 +80,93 @@ class _Backward:
 
     def run_chunk(self, chunk: Chunk) -> None:
         """Compute the gradients of one chunk."""
-        call, wanted = self._call, self._wanted
-        rows = ChunkRows(call.shape, call.plan.block_q, chunk, self._stats)
+        call, blocks = self._call, self._call.plan.blocks
         key, value = call.keys(call.key, chunk), call.keys(call.value, chunk)
         pass_ = _ChunkPass(
             key=key,
             key_t=key.transpose(1, 2),
             value_t=value.transpose(1, 2),
-            grad_key=torch.zeros_like(key, dtype=call.score_dtype) if wanted.key else None,
-            grad_value=torch.zeros_like(value, dtype=call.score_dtype) if wanted.value else None,
+            grad_key=self._sums(self._key, chunk),
+            grad_value=self._sums(self._value, chunk),
         )
-        plan = call.plan
-        queries, grad_outs = (call.by_block(call.heads(t, chunk)) for t in (call.query, self._grad_out))
-        targets: tuple[Tensor | None, ...] = (None,) * len(plan.blocks)
+        queries, grad_outs = (call.operands(t, chunk) for t in (call.query, self._grad_out))
+        stats, delta = (call.by_block(t, chunk) for t in (self._stats, self._delta))
+        targets: tuple[Tensor | None, ...] = (None,) * len(blocks)
+        places: tuple[Tensor | None, ...] | None = None
         if self._query is not None:
-            targets = call.by_block(call.heads(self._query, chunk))
-        parts = zip(plan.blocks, queries, grad_outs, targets, rows.blocks(plan.blocks), strict=True)
-        for block, query, grad_out, target, stats in parts:
-            grad_query = self._run_block(chunk, block, pass_, call.rows(query), call.rows(grad_out), stats)
-            if target is not None and grad_query is not None:
+            targets, places = call.by_block(self._query, chunk), call.places(self._query, chunk)
+        parts = zip(blocks, queries, grad_outs, zip(stats, delta, strict=True), targets, strict=True)
+        for number, (block, query, grad_out, rows, target) in enumerate(parts):
+            if not block.keys:
+                if target is not None:
+                    target.zero_()
+                continue
+            place = None if places is None or len(block.keys) > 1 else places[number]
+            grad_query = place
+            if target is not None and place is None:
+                # One tile needs no running sum, so its result can be rounded at once.
+                dtype = call.operand_dtype if len(block.keys) == 1 else call.score_dtype
+                grad_query = self._buffers.rows("grad_query", dtype, target)
+            self._run_block(chunk, block, pass_, (query, grad_out), rows, grad_query)
+            if target is not None and place is None and grad_query is not None:
                 target.copy_(grad_query.view(target.shape))
-            elif target is not None:
-                target.zero_()
-        _store(self._key, pass_.grad_key, chunk)
-        _store(self._value, pass_.grad_value, chunk)
+        self._store(self._key, pass_.grad_key, chunk)
+        self._store(self._value, pass_.grad_value, chunk)
+
+    def _sums(self, full: Tensor | None, chunk: Chunk) -> Tensor | None:
+        """Return what the gradients of a chunk's keys or values are summed in, (units, seqlen_kv, dim)."""
+        if full is None:
+            return None
+        call, part = self._call, self._call.part(full, chunk)
+        only = call.plan.blocks[0] if len(call.plan.blocks) == 1 else None
+        # Nothing is added to what one block gives, so it can be rounded at once, if possible in its place.
+        dtype = call.score_dtype if only is None else call.operand_dtype
+        sums = None if only is None else call.in_place(part, 1)
+        if sums is None:
+            sums = part.new_empty(chunk.units, *part.shape[2:], dtype=dtype)
+        ends = () if only is None or not only.keys else (only.keys[0][0], only.keys[-1][1])
+        return sums if ends == (0, part.shape[2]) else sums.zero_()
+
+    def _store(self, full: Tensor | None, sums: Tensor | None, chunk: Chunk) -> None:
+        """Round the sums of a chunk into their place in the whole gradient, unless they are there."""
+        if full is not None and sums is not None:
+            part = self._call.part(full, chunk)
+            if part.data_ptr() != sums.data_ptr():
+                part.copy_(sums.view(part.shape))
 
     def _run_block(
         self,
         chunk: Chunk,
         block: Block,
         pass_: _ChunkPass,
-        query: Tensor,
-        grad_out: Tensor,
-        stats: tuple[Tensor, ...],
-    ) -> Tensor | None:
-        """Add to the gradients of keys and values, and return that of the block's queries."""
-        call = self._call
-        grad_query = None
-        if self._query is not None and block.keys:
-            # One tile needs no running sum, so its result can be rounded at once.
-            dtype = call.operand_dtype if len(block.keys) == 1 else call.score_dtype
-            grad_query = self._buffers.rows("grad_query", dtype, *query.shape)
+        operands: tuple[Tensor, Tensor],
+        rows: tuple[Tensor, Tensor],
+        grad_query: Tensor | None,
+    ) -> None:
+        """Add to the gradients of keys and values, and set that of the block's queries.
+
+        Args:
+            chunk: Of the block.
+            block: A block with keys.
+            pass_: What the chunk's blocks share.
+            operands: The block of the queries, and of the output's gradient.
+            rows: The statistics of the rows, and their delta.
+            grad_query: (units, rows, head_dim_qk), or None where none is wanted.
+        """
+        call, (query, grad_out) = self._call, operands
+        scale, keep_scale = call.spec.scale, call.spec.keep_scale
+        adds = len(call.plan.blocks) > 1
         for number, (j0, j1) in enumerate(block.keys):
-            probs, grad_scores = self._run_tile(chunk, block, (j0, j1), pass_, query, grad_out, stats)
-            scale, keep_scale = call.spec.scale, call.spec.keep_scale
+            probs, grad_scores = self._run_tile(chunk, block, (j0, j1), pass_, operands, rows)
             if pass_.grad_value is not None:
                 target = pass_.grad_value.narrow(1, j0, j1 - j0)
-                matmul_into(target, probs.transpose(1, 2), grad_out, alpha=keep_scale, accumulate=True)
+                matmul_into(target, probs.transpose(1, 2), grad_out, alpha=keep_scale, accumulate=adds)
             if pass_.grad_key is not None:
                 target = pass_.grad_key.narrow(1, j0, j1 - j0)
-                matmul_into(target, grad_scores.transpose(1, 2), query, alpha=scale, accumulate=True)
+                matmul_into(target, grad_scores.transpose(1, 2), query, alpha=scale, accumulate=adds)
             if grad_query is not None:
                 key = pass_.key.narrow(1, j0, j1 - j0)
                 matmul_into(grad_query, grad_scores, key, alpha=scale, accumulate=number > 0)
-        return grad_query
 
     def _run_tile(
         self,
@@ -157,12 +174,11 @@ class _Backward:
         block: Block,
         keys: tuple[int, int],
         pass_: _ChunkPass,
-        query: Tensor,
-        grad_out: Tensor,
-        stats: tuple[Tensor, ...],
+        operands: tuple[Tensor, Tensor],
+        rows: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Return the probabilities of one tile and the gradient of its scaled QK^T, as matmul operands."""
-        call, buffers, (j0, j1) = self._call, self._buffers, keys
+        call, buffers, (j0, j1), (query, grad_out) = self._call, self._buffers, keys, operands
         tile = self._tiles.tile(chunk, block, j0, j1)
         size = (query.shape[0], query.shape[1], j1 - j0)
         scores = buffers.scores("scores", size)
@@ -178,7 +194,7 @@ class _Backward:
         keep_bias_grad = has_bias_grad or tape is not None
         if keep_bias_grad and tile.softcap and grad_scores is grad_probs:
             grad_scores = buffers.scores("grad_scores", size)
-        call.steps.grad_tile(tile, scores, grad_probs, probs, grad_scores, *stats, keep_bias_grad)
+        call.steps.grad_tile(tile, scores, grad_probs, probs, grad_scores, *rows, keep_bias_grad)
         if has_bias_grad:
             self._add_bias(tile, chunk, block, keys, grad_probs)
         if self._function is not None and tape is not None:
@@ -198,9 +214,7 @@ class _Backward:
         sink = self._call.extras.sink
         if sink is None or not self._wanted.sink:
             return None
-        shift, log_sum, delta = self._stats
-        share = (sink.to(shift.dtype)[:, None] - shift).sub_(log_sum).exp_()
-        return as_given(share.mul_(delta).sum((0, 2)).neg_(), sink)
+        return sink_grad(sink, self._stats, self._delta)
 
     def _zeros_like(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
@@ -218,11 +232,12 @@ class _ChunkPass(NamedTuple):
     grad_value: Tensor | None
 
 
-def _store(full: Tensor | None, part: Tensor | None, chunk: Chunk) -> None:
-    """Round a chunk's (units, seqlen_kv, dim) into its place in the whole gradient."""
-    if full is not None and part is not None:
-        target = full[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1]
-        target.copy_(part.view(target.shape))
+def sink_grad(sink: Tensor, stats: Tensor, delta: Tensor) -> Tensor:
+    """Return the gradient of a sink from the statistics of all rows, and their `delta`."""
+    row_max, row_sum = stats.unbind(-1)
+    share = torch.exp(sink.to(row_max.dtype)[:, None] - finite_shift(row_max))
+    share.div_(row_sum.clamp(min=0.5)).mul_(delta).masked_fill_(row_max == NEG_INF, 0.0)
+    return share.sum((0, 2)).neg_().to(sink.dtype)
 
 
 def as_given(grad: Tensor | None, like: Tensor | None) -> Tensor | None:

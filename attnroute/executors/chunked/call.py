@@ -6,7 +6,7 @@ half precision is widened to float32 first, one chunk at a time. float64 stays f
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from attnroute.executors.chunked import steps_eager
 from attnroute.executors.chunked.functions import ScoreFunction, is_wide
-from attnroute.executors.chunked.plan import Chunk, Geometry, Plan, make_plan, tiling_for
+from attnroute.executors.chunked.plan import Chunk, Geometry, Limits, Plan, Tiling, make_plan, tiling_for
 from attnroute.executors.chunked.tile import Extras, Spec, TileSource
 from attnroute.memory import INSTALLED, cached
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 _BEFORE_TRITON: Final = frozenset({(5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2), (7, 0), (7, 2), (7, 5)})
 """Compute capabilities that Triton does not compile for, by the README of triton-lang/triton: those of cards
@@ -29,13 +29,19 @@ because it refuses no call: on these cards the same steps run as operators of to
 
 
 class Steps(NamedTuple):
-    """The elementwise steps; see `steps_eager` for what each must do."""
+    """The elementwise steps; see `steps_eager` for what each must do.
+
+    `divides`: whether dividing probabilities costs no pass of its own, so that it is better than dividing
+    the output, which then needs no float32 form.
+    """
 
     softmax_tile: Callable[..., None]
     grad_tile: Callable[..., None]
+    row_dots: Callable[[Tensor, Tensor], Tensor]
+    divides: bool
 
 
-EAGER_STEPS = Steps(steps_eager.softmax_tile, steps_eager.grad_tile)
+EAGER_STEPS = Steps(steps_eager.softmax_tile, steps_eager.grad_tile, steps_eager.row_dots, divides=False)
 
 
 @cached(1, INSTALLED)
@@ -45,7 +51,7 @@ def fused_steps() -> Steps | None:
         from attnroute.executors.chunked import steps_triton
     except (Exception, SystemExit):  # noqa: BLE001 - a broken triton raises anything
         return None
-    return Steps(steps_triton.softmax_tile, steps_triton.grad_tile)
+    return Steps(steps_triton.softmax_tile, steps_triton.grad_tile, steps_triton.row_dots, divides=True)
 
 
 def steps_for(query: Tensor) -> Steps:
@@ -65,18 +71,18 @@ class Saved(NamedTuple):
 
     Attributes:
         out: (batch, num_heads_q, seqlen_q, head_dim_v) in the query's dtype.
-        row_max: (batch, num_heads_q, seqlen_q), the largest score, -inf in rows without a key.
-        row_sum: Same shape, the sum of exp(score - row_max); of no meaning in rows without a key.
+        stats: (batch, num_heads_q, seqlen_q, 2), contiguous: the largest score, -inf in rows without a key,
+            and the sum of exp(score - that), of no meaning in rows without a key.
     """
 
     out: Tensor
-    row_max: Tensor
-    row_sum: Tensor
+    stats: Tensor
 
     @property
     def lse(self) -> Tensor:
         """The log-sum-exp of each row in float32, -inf in rows without a key."""
-        return self.row_sum.log().add_(self.row_max).float()
+        row_max, row_sum = self.stats.unbind(-1)
+        return row_sum.log().add_(row_max).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,7 @@ class Call:
             extras=extras,
             spec=spec,
             shape=shape,
-            plan=make_plan(shape, spec.limits, tiling, spec.block_q),
+            plan=planned(shape, spec.limits, tiling, spec.block_q),
             steps=steps_for(query),
             score_dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
             operand_dtype=_operand_dtype(query),
@@ -135,9 +141,7 @@ class Call:
 
     def tiles(self) -> TileSource:
         """Return a fresh source of tiles."""
-        return TileSource(
-            self.shape, self.spec, self.extras, self.query.new_empty((), dtype=self.score_dtype)
-        )
+        return TileSource(self.shape, self.spec, self.extras, self.score_dtype, self.query.device)
 
     def score_function(self) -> ScoreFunction | None:
         """Return the score function for the tiles of one pass, or None where there is none."""
@@ -145,35 +149,82 @@ class Call:
             return None
         return ScoreFunction(self.spec.score_mod, self.spec.softcap, self.trained, self.score_dtype)
 
-    def heads(self, tensor: Tensor, chunk: Chunk) -> Tensor:
-        """View a chunk of (batch, num_heads_q, ...) as (batch rows, key heads, group, ...)."""
-        grouped: Tensor = tensor.unflatten(1, (self.shape.heads_kv, self.shape.group))
-        return grouped[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1]
+    @property
+    def joined(self) -> bool:
+        """Whether a block's rows follow each other where each head's queries do, and the heads."""
+        return self.shape.group == 1 or len(self.plan.blocks) == 1
 
-    def by_block(self, heads: Tensor) -> tuple[Tensor, ...]:
-        """Return the blocks of what `heads` gave, (batch rows, key heads, group, queries, dim) each."""
-        blocks: tuple[Tensor, ...] = heads.split(self.plan.block_q, 3)
+    def part(self, tensor: Tensor, chunk: Chunk) -> Tensor:
+        """View a chunk of (batch, heads, ...), of query or key heads."""
+        if len(self.plan.chunks) == 1:
+            return tensor
+        heads = tensor.shape[1] // self.shape.heads_kv
+        return tensor[chunk.b0 : chunk.b1, chunk.h0 * heads : chunk.h1 * heads]
+
+    def by_block(self, tensor: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
+        """View a chunk of (batch, num_heads_q, seqlen_q, ...) as blocks (batch, key heads, group, ...)."""
+        part = self.part(tensor, chunk)
+        group = self.shape.group
+        grouped = part.view(part.shape[0], part.shape[1] // group, group, *part.shape[2:])
+        blocks: tuple[Tensor, ...] = grouped.split(self.plan.block_q, 3)
         return blocks
 
-    def rows(self, block: Tensor) -> Tensor:
-        """Return what `by_block` gave as a matmul operand, (units, group * queries, dim)."""
-        batch, heads_kv, group, queries, dim = block.shape
-        return _unit_stride(block.to(self.operand_dtype).reshape(batch * heads_kv, group * queries, dim))
+    def operands(self, tensor: Tensor, chunk: Chunk) -> Iterable[Tensor]:
+        """Return the blocks of a chunk as matmul operands, (units, group * queries, dim)."""
+        group, units, (seqlen_q, dim) = self.shape.group, chunk.units, tensor.shape[2:]
+        if self.joined:
+            rows = self._operand(self.part(tensor, chunk), (units, group * seqlen_q, dim))
+            blocks: tuple[Tensor, ...] = rows.split(self.block_rows, 1)
+            return blocks
+        parts = self.by_block(tensor, chunk)
+        return (self._operand(part, (units, group * part.shape[3], dim)) for part in parts)
+
+    def places(self, tensor: Tensor, chunk: Chunk) -> tuple[Tensor, ...] | None:
+        """View the blocks of a chunk as what a matmul may write to, where the memory allows it."""
+        rows = self.in_place(self.part(tensor, chunk), self.shape.group) if self.joined else None
+        if rows is None:
+            return None
+        blocks: tuple[Tensor, ...] = rows.split(self.block_rows, 1)
+        return blocks
+
+    def in_place(self, part: Tensor, group: int) -> Tensor | None:
+        """View (batch, heads, length, dim) as (units, group * length, dim) if a matmul may write there."""
+        batch, heads, length, dim = part.shape
+        units_apart = batch > 1 and part.stride(0) != heads * part.stride(1)
+        rows_apart = group > 1 and part.stride(1) != length * part.stride(2)
+        if units_apart or rows_apart or part.stride(3) != 1 or part.dtype != self.operand_dtype:
+            return None
+        return part.view(batch * (heads // group), group * length, dim)
 
     def keys(self, tensor: Tensor, chunk: Chunk) -> Tensor:
         """Return a chunk of a (batch, num_heads_kv, seqlen_kv, dim) tensor as (units, seqlen_kv, dim)."""
-        part = tensor[chunk.b0 : chunk.b1, chunk.h0 : chunk.h1]
-        return _unit_stride(part.to(self.operand_dtype).reshape(chunk.units, *tensor.shape[2:]))
+        return self._operand(self.part(tensor, chunk), (chunk.units, *tensor.shape[2:]))
+
+    def _operand(self, part: Tensor, size: tuple[int, ...]) -> Tensor:
+        rows = part.to(self.operand_dtype).reshape(size)
+        return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+@cached(64)
+def planned(shape: Geometry, limits: Limits, tiling: Tiling, block_q: int | None) -> Plan:
+    """Return the tiles of a call, which those of one size share."""
+    return make_plan(shape, limits, tiling, block_q)
+
+
+def matmuls_of(query: Tensor) -> AbstractContextManager[None]:
+    """Surround the matmuls of a call: autocast narrows none, and kernels launch on the device of `query`."""
+    device = query.device
+    narrows = torch.is_autocast_enabled(device.type)
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return _surrounded(device, narrows, elsewhere) if narrows or elsewhere else nullcontext()
 
 
 @contextmanager
-def matmuls_of(query: Tensor) -> Iterator[None]:
-    """Surround the matmuls of a call: autocast narrows none, and kernels launch on the device of `query`."""
-    device = query.device
+def _surrounded(device: torch.device, narrows: bool, elsewhere: bool) -> Iterator[None]:
     with ExitStack() as stack:
-        if torch.is_autocast_enabled(device.type):
+        if narrows:
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        if device.type == "cuda":
+        if elsewhere:
             stack.enter_context(torch.cuda.device(device))
         yield
 
@@ -192,7 +243,3 @@ def _operand_dtype(query: Tensor) -> torch.dtype:
         return query.dtype
     wide_output = hasattr(torch.ops.aten.baddbmm, "dtype_out") and torch.version.hip is None
     return query.dtype if query.device.type == "cuda" and wide_output else torch.float32
-
-
-def _unit_stride(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

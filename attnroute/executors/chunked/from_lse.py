@@ -40,14 +40,14 @@ def gradients(
     """
     needs = NeedsGrad(*wanted[:3], bias=False, slopes=False, sink=wanted[3])
     row_max = lse.float().masked_fill(lse == torch.inf, -torch.inf)
-    row_sum, qkv = torch.ones_like(row_max), (inputs.query, inputs.key, inputs.value)
+    stats = torch.stack((row_max, torch.ones_like(row_max)), -1)
+    qkv = (inputs.query, inputs.key, inputs.value)
     if is_traced(inputs.query):
         arguments = operator.arguments_of(*qkv, *described(inputs), seed=None)
-        grad_lse = torch.zeros_like(row_max)
-        found = operator.backward(*arguments, out, row_max, row_sum, grad_out, grad_lse, list(needs))
+        found = operator.backward(*arguments, out, stats, grad_out, torch.zeros_like(row_max), list(needs))
         query, key, value, _, _, sink = spread(found, needs)
         return query, key, value, sink
     with matmuls_of(inputs.query):
         call = Call.build(*qkv, *described(inputs))
-        grads = run_backward(call, Saved(out, row_max, row_sum), grad_out, None, needs)
+        grads = run_backward(call, Saved(out, stats), grad_out, None, needs)
     return grads.query, grads.key, grads.value, grads.sink

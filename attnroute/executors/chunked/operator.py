@@ -47,7 +47,7 @@ def attend(
             "backend 'chunked' requires a mask and scores without functions inside a compiled graph; got one;"
             " call attnroute.attention(), which then runs outside of the graph."
         )
-    out, lse, _, _ = forward(*arguments_of(query, key, value, extras, spec, seed=seed))
+    out, lse, _ = forward(*arguments_of(query, key, value, extras, spec, seed=seed))
     return out, lse
 
 
@@ -85,28 +85,27 @@ def _call(arguments: tuple[Any, ...]) -> tuple[Call, AbstractContextManager[None
     return Call.build(query, key, value, Extras(*extras), spec), matmuls_of(query)
 
 
-def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, context = _call(arguments)
     with context:
         saved = run_forward(call)
-        # Both come from one tensor, and an operator's outputs may not share memory.
-        return saved.out, saved.lse, saved.row_max.clone(), saved.row_sum.clone()
+        return saved.out, saved.lse, saved.stats
 
 
-def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, value = arguments[0], arguments[2]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = query.shape[:3]
     out = query.new_empty(*rows, value.shape[3])
     lse = query.new_empty(rows, dtype=torch.float32)
-    return out, lse, query.new_empty(rows, dtype=wide), query.new_empty(rows, dtype=wide)
+    return out, lse, query.new_empty(*rows, 2, dtype=wide)
 
 
 def _run_backward(*arguments: Any) -> list[Tensor]:
-    *forwards, out, row_max, row_sum, grad_out, grad_lse, wanted = arguments
+    *forwards, out, stats, grad_out, grad_lse, wanted = arguments
     call, context = _call(tuple(forwards))
     with context:
-        grads = run_backward(call, Saved(out, row_max, row_sum), grad_out, grad_lse, NeedsGrad(*wanted))
+        grads = run_backward(call, Saved(out, stats), grad_out, grad_lse, NeedsGrad(*wanted))
     found = (grads.query, grads.key, grads.value, grads.bias, grads.slopes, grads.sink)
     return [grad for grad in found if grad is not None]
 
@@ -117,32 +116,32 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    out, _, row_max, row_sum = output
+    out, _, stats = output
     text, tensors, numbers = inputs[-3:]
-    ctx.save_for_backward(*inputs[:11], *tensors, out, row_max, row_sum)
+    ctx.save_for_backward(*inputs[:11], *tensors, out, stats)
     ctx.numbers, ctx.program = inputs[11:-3], (text, numbers)
 
 
 def _gradients(
     backward: Callable[..., list[Tensor]], ctx: Any, grad_out: Tensor, grad_lse: Tensor, *_: Tensor
 ) -> tuple[Any, ...]:
-    *tensors, out, row_max, row_sum = ctx.saved_tensors
+    *tensors, out, stats = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:_GRADS])
     (text, numbers), masks = ctx.program, tensors[11:]
     forwards = (*tensors[:11], *ctx.numbers, text, masks, numbers)
-    found = backward(*forwards, out, row_max, row_sum, grad_out, grad_lse, wanted)
+    found = backward(*forwards, out, stats, grad_out, grad_lse, wanted)
     return *spread(found, wanted), *(no_gradient(value) for value in forwards[_GRADS:])
 
 
 forward, backward = register(
     "chunked",
     Side(
-        f"({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)",
+        f"({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor stats)",
         _run_forward,
         _fake_forward,
     ),
     Side(
-        f"({_ARGUMENTS}, Tensor out, Tensor row_max, Tensor row_sum, Tensor grad_out, Tensor grad_lse,"
+        f"({_ARGUMENTS}, Tensor out, Tensor stats, Tensor grad_out, Tensor grad_lse,"
         " bool[] wanted) -> Tensor[]",
         _run_backward,
         _fake_backward,

@@ -7,7 +7,6 @@ nothing that broadcasts is ever expanded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from attnroute.masks.lowered.form import LoweredMask
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):
     """The plain values of a call.
 
     Attributes:
@@ -51,8 +49,7 @@ class Spec:
         return 1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
+class Extras(NamedTuple):
     """The tensors of a call beside query, key and value, as the caller gave them."""
 
     bias: Tensor | None = None
@@ -74,6 +71,7 @@ class Tile(NamedTuple):
         diagonal: Key position that ALiBi takes as distance 0 for query 0: seqlen_kv - seqlen_q.
         bias: Five-dimensional slice, any float dtype, or None.
         slopes: (batch or 1, key heads, group, 1, 1) in the dtype of the scores, or None.
+        sink: (1, key heads, group, 1, 1), any float dtype, or None; a block's first tile takes it.
         allow: Five-dimensional bool slice, True = attend, or None.
         keep: Bool tensor of `shape`, False = dropped, or None.
         keep_scale: As in `Spec`.
@@ -87,6 +85,7 @@ class Tile(NamedTuple):
     diagonal: int
     bias: Tensor | None
     slopes: Tensor | None
+    sink: Tensor | None
     allow: Tensor | None
     keep: Tensor | None
     keep_scale: float
@@ -103,23 +102,29 @@ class Tile(NamedTuple):
 class TileSource:
     """Cuts tiles out of a call; drop masks come in visiting order, so both directions see the same ones."""
 
-    def __init__(self, shape: Geometry, spec: Spec, extras: Extras, scores_like: Tensor) -> None:
+    def __init__(
+        self, shape: Geometry, spec: Spec, extras: Extras, score_dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Bring every tensor into five dimensions.
 
         Args:
             shape: Sizes of the call.
             spec: Plain values of the call.
             extras: Tensors of the call.
-            scores_like: Any tensor with the dtype and device of the scores.
+            score_dtype: Dtype of the scores.
+            device: Where the tensors are.
         """
         self._shape = shape
         self._spec = spec
         self.bias = None if extras.bias is None else five_dims(extras.bias, shape.group)
-        self.slopes = _slopes5(extras.slopes, shape, scores_like)
+        self.slopes = _slopes5(extras.slopes, shape, score_dtype)
+        self.sink = None if extras.sink is None else five_dims(extras.sink[:, None, None], shape.group)
         self._dense = None if extras.dense is None else five_dims(extras.dense, shape.group)
         self._key_keep = extras.key_keep
-        self._device = scores_like.device
-        self._ids_q, self._ids_kv = _document_ids(shape, spec.limits, extras, scores_like.device)
+        self._device = device
+        self._ids_q, self._ids_kv = _document_ids(shape, spec.limits, extras, device)
+        masks = (self._key_keep, self._dense, self._ids_q, self._ids_kv, spec.program)
+        self._is_masked = any(mask is not None for mask in masks)
         self._generator: torch.Generator | None = None
 
     def tile(self, chunk: Chunk, block: Block, j0: int, j1: int, *, dropout: bool = True) -> Tile:
@@ -134,10 +139,17 @@ class TileSource:
             diagonal=self._shape.seqlen_kv - self._shape.seqlen_q,
             bias=None if self.bias is None else cut(self.bias, chunk, block, j0, j1),
             slopes=None if self.slopes is None else cut(self.slopes, chunk, block, j0, j1),
-            allow=self._allow(chunk, block, j0, j1),
+            sink=self.sink_of(chunk),
+            allow=self._allow(chunk, block, j0, j1) if self._is_masked else None,
             keep=self._keep(size) if dropout else None,
             keep_scale=self._spec.keep_scale,
         )
+
+    def sink_of(self, chunk: Chunk) -> Tensor | None:
+        """Return the sinks of a chunk's heads as a `Tile` has them."""
+        if self.sink is None or self.sink.shape[1] == 1:
+            return self.sink
+        return self.sink[:, chunk.h0 : chunk.h1]
 
     def region(self, chunk: Chunk, block: Block, j0: int, j1: int) -> Region:
         """Return where the tile lies, in query heads."""
@@ -193,11 +205,11 @@ def _batch_rows(tensor: Tensor, chunk: Chunk) -> Tensor:
     return tensor if tensor.shape[0] == 1 else tensor[chunk.b0 : chunk.b1]
 
 
-def _slopes5(slopes: Tensor | None, shape: Geometry, scores_like: Tensor) -> Tensor | None:
+def _slopes5(slopes: Tensor | None, shape: Geometry, dtype: torch.dtype) -> Tensor | None:
     if slopes is None:
         return None
     rows = slopes if slopes.dim() == 2 else slopes[None]
-    by_group: Tensor = rows.to(scores_like.dtype).unflatten(1, (shape.heads_kv, shape.group))
+    by_group: Tensor = rows.to(dtype).unflatten(1, (shape.heads_kv, shape.group))
     return by_group[..., None, None]
 
 

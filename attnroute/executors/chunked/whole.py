@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attnroute.executors.chunked.backward import Grads, NeedsGrad, as_given, row_dots
+from attnroute.executors.chunked.backward import Grads, NeedsGrad, as_given, sink_grad
 from attnroute.executors.chunked.call import Saved, matmul_into
 from attnroute.executors.chunked.plan import Limits
-from attnroute.executors.chunked.steps_eager import NEG_INF, adjust_scores, finite_shift
-from attnroute.executors.chunked.tile import TileSource
+from attnroute.executors.chunked.steps_eager import NEG_INF, adjust_scores, finite_shift, row_dots
 
 if TYPE_CHECKING:
     from attnroute.executors.chunked.call import Call
@@ -85,16 +84,19 @@ def forward_whole(call: Call, *, want_slope: bool) -> tuple[Saved, Weights]:
     total = query.new_empty(*query.shape[:2], value.shape[2])
     matmul_into(total, probs if dropped is None else dropped, value, alpha=call.spec.keep_scale)
     out = total.view(*rows, value.shape[2]).to(call.query.dtype)
-    return Saved(out, row_max, row_sum), Weights(probs, dropped, slope)
+    return Saved(out, torch.stack((row_max, row_sum), -1)), Weights(probs, dropped, slope)
 
 
 def backward_whole(
-    call: Call, saved: Saved, weights: Weights, grad_out: Tensor, grad_lse: Tensor, wanted: NeedsGrad
+    call: Call, saved: Saved, weights: Weights, grad_out: Tensor, grad_lse: Tensor | None, wanted: NeedsGrad
 ) -> Grads:
     """Compute what `run_backward` does, from weights that stayed."""
-    probs, dropped, slope = weights
+    (probs, dropped, slope), sink = weights, call.extras.sink
     query, key, value, grad_rows = _operands(call, call.query, call.key, call.value, grad_out)
-    delta = row_dots(grad_out, saved.out).sub_(grad_lse).masked_fill_(saved.row_max == NEG_INF, 0.0)
+    delta = row_dots(grad_out, saved.out)
+    if grad_lse is not None:
+        delta.sub_(grad_lse)
+    delta.masked_fill_(saved.stats[..., 0] == NEG_INF, 0.0)
     rows, scale, keep_scale = delta.view(*probs.shape[:2], 1), call.spec.scale, call.spec.keep_scale
     grad_query, grad_key, grad_value = (
         torch.empty_like(t, memory_format=torch.contiguous_format) if wants else None
@@ -123,7 +125,7 @@ def backward_whole(
         as_given(grad_value, call.value),
         bias,
         slopes,
-        _sink_grad(call.extras.sink, saved, delta) if wanted.sink else None,
+        None if sink is None or not wanted.sink else sink_grad(sink, saved.stats, delta),
     )
 
 
@@ -135,14 +137,6 @@ def _with_sink(sink: Tensor, row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, 
     of_keys = row_sum.mul(torch.exp(row_max - shift))
     total = of_keys + torch.exp(logit - shift)
     return highest, total, of_keys / total.clamp(min=0.5)
-
-
-def _sink_grad(sink: Tensor | None, saved: Saved, delta: Tensor) -> Tensor | None:
-    if sink is None:
-        return None
-    share = torch.exp(sink.to(delta.dtype)[:, None] - finite_shift(saved.row_max))
-    share.div_(saved.row_sum.clamp(min=0.5))
-    return as_given(share.mul_(delta).sum((0, 2)).neg_(), sink)
 
 
 def _bias_grads(call: Call, grad: Tensor, wanted: NeedsGrad) -> tuple[Tensor | None, Tensor | None]:
@@ -168,8 +162,7 @@ def _operands(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _tile(call: Call, scores: Tensor) -> Tile:
     """Return the tile without dropout, which `_drop` draws as numbers: those multiply faster than bools."""
-    tiles = TileSource(call.shape, call.spec, call.extras, scores)
-    return tiles.tile(call.plan.chunks[0], call.plan.blocks[0], 0, call.shape.seqlen_kv, dropout=False)
+    return call.tiles().tile(call.plan.chunks[0], call.plan.blocks[0], 0, call.shape.seqlen_kv, dropout=False)
 
 
 def _drop(call: Call, probs: Tensor) -> Tensor:
