@@ -24,13 +24,13 @@ from unittest import mock
 
 import torch
 from common import progress, save
-from sweep_timing import Samples, Step, Timing, clock_of
 from torch import Tensor
 
 from attnroute import attention
 from attnroute.executors.chunked import plan as chunked_plan
 from attnroute.executors.chunked.call import matmul_into
 from attnroute.executors.chunked.plan import Geometry, Limits, make_plan
+from attnroute.tuning.timing import Samples, Step, Timing, clock_of
 
 TURNS = 4
 HOST_CALLS = 50

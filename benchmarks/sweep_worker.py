@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from sweep_calls import SweepCall, read
 from sweep_inputs import Problem, build
-from sweep_timing import Step, Timing, clock_of, first
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attnroute
+from attnroute.tuning.timing import Step, Timing, clock_of, first
 
 MATH_SCORES = 2**27
 """The most scores that backends which hold them all are measured with."""

@@ -54,6 +54,12 @@ class Samples:
     host_us: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     ahead: bool = True
 
+    @property
+    def totals(self) -> tuple[float, float]:
+        """Milliseconds of the device and of the host, forward and backward together, in the median."""
+        device = sum(median(spans) for spans in self.device_ms if spans)
+        return device, sum(median(spans) for spans in self.host_us if spans) / 1e3
+
     def summary(self) -> dict[str, Any]:
         """Return the medians."""
         found: dict[str, Any] = {"repetitions": len(self.host_us[0]), "ahead": self.ahead}
@@ -112,7 +118,7 @@ class CudaClock:
 
 
 class CpuClock:
-    """Times with the host's clock, which is the device's as well: only to see that the harness runs."""
+    """Times with the host's clock, which is the device's as well."""
 
     def wait(self) -> None:
         """Nothing runs behind the host."""
