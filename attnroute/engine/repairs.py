@@ -10,7 +10,7 @@ from typing import Final
 
 from attnroute.question.call import Call, Strides
 from attnroute.question.facts.empty import empty_rows_of
-from attnroute.question.facts.masks import alignment
+from attnroute.question.facts.masks import alignment, key_padding
 from attnroute.question.nodes import (
     AlibiBias,
     AnyNode,
@@ -74,7 +74,8 @@ def _to_varlen(call: Call) -> Change | None:
     tokens = call.batch * max(call.seqlen_q, call.seqlen_kv)
     if not sequences or sequences > GRID_LIMIT or tokens > SUMS_LIMIT:
         return None
-    return call.changed(mask=band, layout="thd"), _token_bytes(call)
+    in_place = isinstance(node, KeyPaddingNode) and call.phase == "inference"
+    return call.changed(mask=band, layout="thd"), _token_bytes(call, in_place=in_place)
 
 
 def _documents(node: DocumentsNode, call: Call) -> int | None:
@@ -96,12 +97,19 @@ def _padded_rows(node: KeyPaddingNode, call: Call) -> int | None:
     return 2 * call.batch if alignment(call) in alignments[node.side] else None
 
 
-def _token_bytes(call: Call) -> int:
-    """Tokens side by side in one row, or with the heads of each together, need no copy."""
+def _token_bytes(call: Call, *, in_place: bool) -> int:
+    """Tokens side by side in one row, or with the heads of each together, need no copy.
+
+    Nor do keys of padded rows where no gradient is written to those that are left out: kernels read them
+    where they lie (`attnroute/executors/ragged.py`), and one that cannot has a row that says so.
+    """
     if call.layout != "bhsd" or call.batch == 1:
         return 0
     queries, keys = call.seqlen_q * call.num_heads_q, call.seqlen_kv * call.num_heads_kv
-    size = call.batch * (queries + keys) * (call.head_dim_qk + call.head_dim_v)
+    if in_place:
+        size = 0 if call.seqlen_q == 1 else call.batch * queries * call.head_dim_qk
+    else:
+        size = call.batch * (queries + keys) * (call.head_dim_qk + call.head_dim_v)
     return size * DTYPE_BYTES[call.dtype]
 
 
@@ -165,9 +173,9 @@ def _heads_outermost(call: Call, strides: Strides) -> Strides:
 
 def _contiguous(call: Call) -> Change | None:
     # A tensor whose rows are whole and aligned is left alone, gaps between them and shared heads included.
-    # Of a ragged batch it makes the tokens follow each other as well.
+    # Of a ragged batch, and of padded rows that become one, it makes the tokens follow each other as well.
     of_tokens = {"tokens_contiguous": True, "packed": True, "kv_heads_expanded": False}
-    whole = of_tokens if call.layout == "thd" else {}
+    whole = of_tokens if call.layout == "thd" or key_padding(call) else {}
     strides = call.strides.changed(last_dim_contiguous=True, aligned_16=True, **whole)
     if call.strides == strides:
         return None

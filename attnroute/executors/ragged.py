@@ -8,7 +8,7 @@ a sequence's last query and key.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,29 +16,83 @@ from torch import Tensor
 from attnroute.executors.protocol import Inputs
 from attnroute.masks.lowered import sequences
 from attnroute.masks.lowered.sequences import Rows
+from attnroute.masks.tracing import is_traced, is_wrapped
+
+SUMS_LIMIT: Final = 2**31 - 1
+"""Tokens that int32 prefix sums count."""
 
 
 class Ragged(NamedTuple):
-    """Sequences, and upper bounds of their lengths in tokens."""
+    """Sequences, upper bounds of their lengths in tokens, and where the keys of their rows lie.
+
+    Attributes:
+        rows: The sequences.
+        longest_q: No sequence has more queries.
+        longest_kv: No sequence has more keys.
+        step: How many tokens after a row's first key the next row's lies in memory, for sequences of keys
+            where they lie; None = the rows follow each other.
+    """
 
     rows: Rows
     longest_q: int
     longest_kv: int
+    step: int | None = None
 
 
-def rows_of(inputs: Inputs, *, training: bool) -> Ragged:
+def rows_of(inputs: Inputs, *, training: bool, in_place: bool = False) -> Ragged:
     """Return the sequences of a mask of key padding, or of documents.
 
     Only one of both rules anything out: documents beside key padding are one document then.
+
+    Args:
+        inputs: The call.
+        training: The kernel's backward writes the gradient of every key.
+        in_place: The kernel takes keys of any strides, and how many of a sequence's keys are in use. Keys of
+            padded rows need no copy then, whichever of heads and tokens are outermost.
     """
     mask, seqlen_q, seqlen_kv = inputs.mask, inputs.query.shape[2], inputs.key.shape[2]
-    if mask.key_counts is None or mask.padding_side is None:
+    counts, side = mask.key_counts, mask.padding_side
+    if counts is None or side is None:
         return _documents(inputs)
-    if seqlen_q == 1 and not training:
-        rows = sequences.padded_single(mask.key_counts, mask.padding_side, seqlen_kv)
-    else:
-        rows = sequences.padded(mask.key_counts, mask.padding_side, seqlen_q, seqlen_kv)
-    return Ragged(rows, seqlen_q, seqlen_kv)
+    step = _step(inputs) if in_place and not training else None
+
+    def make() -> Rows:
+        if step is None and (training or seqlen_q > 1):
+            return sequences.padded(counts, side, seqlen_q, seqlen_kv)
+        return sequences.in_use(counts, side, seqlen_q, seqlen_kv, seqlen_kv if step is None else step)
+
+    what = ("rows", training, seqlen_q, seqlen_kv, step)
+    rows = make() if inputs.keeper is None else inputs.keeper.keep(what, make)
+    return Ragged(rows, seqlen_q, seqlen_kv, step)
+
+
+def tokens_of(tensor: Tensor, step: int | None = None) -> Tensor:
+    """Return the tokens of all rows, (total, num_heads, head_dim), of a tensor in layout bhsd.
+
+    Args:
+        tensor: (batch, num_heads, seqlen, head_dim).
+        step: Of `Ragged`: the result is a view then, in which tokens that no sequence has lie between rows.
+    """
+    if step is None:
+        return tensor.transpose(1, 2).flatten(0, 1)
+    batch, heads, seqlen, head_dim = tensor.shape
+    _, head, token, _ = tensor.stride()
+    # The last token of the last row is the last one of the view, so nothing behind the memory is in it.
+    return tensor.as_strided(((batch - 1) * step + seqlen, heads, head_dim), (token, head, 1))
+
+
+def _step(inputs: Inputs) -> int | None:
+    """Return how many tokens lie from one row of keys to the next, None where that is no whole number."""
+    steps = set()
+    for tensor in (inputs.key, inputs.value):
+        row, _, token, last = tensor.stride()
+        if is_traced(tensor) or is_wrapped(tensor) or last != 1 or token <= 0 or row % token:
+            return None
+        steps.add(row // token)
+    batch, _, seqlen, _ = inputs.key.shape
+    step = steps.pop()
+    # Prefix sums rise and are int32.
+    return step if not steps and seqlen <= step and (batch + 1) * step <= SUMS_LIMIT else None
 
 
 def _documents(inputs: Inputs) -> Ragged:

@@ -57,7 +57,7 @@ def test_a_small_mask_and_a_tensor_that_the_caller_brought_count_for_nothing():
     for line in (
         "bf16 b2 hq8 hkv8 sq512 skv512 d64 prefix",
         "bf16 b2 hq8 hkv8 sq4096 skv4096 d64 dense=1x1x4096x4096",
-        "bf16 b2 hq8 hkv8 sq1 skv8192 d64 keys",
+        "bf16 b2 hq8 hkv8 sq1 skv8192 d64 keys-any",
         "bf16 b2 hq8 hkv8 sq4096 skv4096 d64 keys",
     ):
         decision = decide(parse(line), HOPPER)

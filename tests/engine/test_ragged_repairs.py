@@ -64,6 +64,18 @@ H100 = Host(arch="sm_90", versions={"torch": "2.11.0+cu130", "cuda": "13.0", "cu
             "to_varlen",
             CALL.with_(mask=(KeyPaddingNode(lengths=(0, 32)),)),
             {"mask": (), "layout": "thd"},
+            2 * 16 * 8 * 20 * 2,
+        ),
+        (
+            "to_varlen",
+            CALL.with_(mask=(KeyPaddingNode(lengths=(0, 32)),), seqlen_q=1),
+            {"mask": (), "layout": "thd"},
+            0,
+        ),
+        (
+            "to_varlen",
+            CALL.with_(mask=(KeyPaddingNode(lengths=(0, 32)),), phase="training"),
+            {"mask": (), "layout": "thd"},
             2 * (16 * 8 + 32 * 4) * (20 + 24) * 2,
         ),
         (
@@ -76,7 +88,7 @@ H100 = Host(arch="sm_90", versions={"torch": "2.11.0+cu130", "cuda": "13.0", "cu
             "to_varlen",
             SQUARE.with_(mask=(WindowNode(left=3, right=5), KeyPaddingNode(lengths=(1, 2), side="left"))),
             {"mask": (WindowNode(left=3, right=5),), "layout": "thd"},
-            2 * 32 * (8 + 4) * (20 + 24) * 2,
+            2 * 32 * 8 * 20 * 2,
         ),
         ("to_varlen", PACKED.with_(mask=(CROSS,)), {"mask": ()}, 0),
         ("to_varlen", PACKED.with_(mask=(CROSS, AT_END)), {"mask": (AT_END,)}, 0),

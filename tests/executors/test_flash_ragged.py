@@ -125,7 +125,48 @@ def test_padded_rows(data, batch, seqlen_q, seqlen_kv, train):
     out, lse, seen = with_kernel(inputs, plan_of("to_varlen", training=train))
     check(inputs, mask, out, lse)
     assert seen.sums_kv.numel() - 1 == (batch if seen.used is not None else 2 * batch)
-    assert (seen.used is not None) == (seqlen_q == 1 and not train)
+    assert (seen.used is not None) == (not train)
+
+
+IN_PLACE = {
+    "heads outermost": lambda t: t.clone(),
+    "tokens outermost": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "the start of a cache": lambda t: torch.cat([t, t], 2)[:, :, : t.shape[2]],
+    "beside the other one": lambda t: torch.cat([t, t], -1)[..., : t.shape[3]],
+}
+
+
+@pytest.mark.parametrize("side", ["lengths", "left"])
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+@pytest.mark.parametrize("memory", IN_PLACE)
+def test_padded_rows_are_read_where_they_lie(kernel, memory, seqlen_q, side):
+    """What no key in use is in memory, between rows or in them, may hold anything."""
+    counts = torch.tensor([5, 0, 6])
+    mask = masks.KeyPadding(**{side: counts if side == "lengths" else 6 - counts})
+    inputs = inputs_of(mask, 3, seqlen_q, 6)
+    inputs = replace(inputs, key=IN_PLACE[memory](inputs.key), value=IN_PLACE[memory](inputs.value))
+    out, lse = flash.run(inputs, plan_of("to_varlen"))
+    check(inputs, mask, out, lse)
+    assert kernel.only.pointers[1:] == [inputs.key.data_ptr(), inputs.value.data_ptr()]
+
+
+COPIED = {
+    "half a token between rows": lambda t: torch.cat([t.flatten(1), t.flatten(1)[:, :4]], 1)[:, :-4].view_as(
+        t
+    ),
+    "shared by all rows": lambda t: t[:1].clone().expand_as(t),
+    "unlike the values": lambda t: torch.cat([t, t], 2)[:, :, : t.shape[2]],
+}
+
+
+@pytest.mark.parametrize("memory", COPIED)
+def test_rows_that_no_prefix_sums_reach_are_copied(kernel, memory):
+    mask = masks.KeyPadding(left=[1, 6, 0])
+    inputs = inputs_of(mask, 3, 1, 6)
+    inputs = replace(inputs, key=COPIED[memory](inputs.key))
+    out, lse = flash.run(inputs, plan_of("to_varlen"))
+    check(inputs, mask, out, lse)
+    assert kernel.only.pointers[1] != inputs.key.data_ptr()
 
 
 @given(st.data(), st.integers(1, 3), LENGTHS, st.booleans())
@@ -218,8 +259,11 @@ def test_layers_share_the_sums_of_their_padding(kernel):
     first, second = kernel.calls
     assert first.sums_q is second.sums_q
     assert first.sums_kv is second.sums_kv
-    assert first.sums_q.tolist() == [0, 0, 5, 5, 10]
-    assert first.sums_kv.tolist() == [0, 2, 5, 5, 10]
+    assert first.sums_q.tolist() == [0, 5, 10]
+    assert first.sums_kv.tolist() == [2, 10, 15], (
+        "the second row lies two heads of five keys behind the first"
+    )
+    assert first.used.tolist() == [3, 5]
     assert (first.window, first.longest_q, first.longest_kv) == ((None, 0), 5, 5)
 
 

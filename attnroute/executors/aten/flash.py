@@ -16,7 +16,7 @@ from torch import Tensor
 from attnroute.executors.aten import flash_backward
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
-from attnroute.executors.ragged import Ragged, per_token, rows_of, whole_rows, window_sizes
+from attnroute.executors.ragged import Ragged, per_token, rows_of, tokens_of, whole_rows, window_sizes
 from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.dense import empty_rows
 
@@ -54,7 +54,7 @@ def backward(inputs: Inputs, plan: Plan, result: ForwardResult, grad_out: Tensor
 def _cuda(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
     """Return output and log-sum-exp in the shapes of the inputs, then what the operator's backward takes."""
     if "to_varlen" in plan.repairs:
-        ragged = rows_of(inputs, training=plan.training)
+        ragged = rows_of(inputs, training=plan.training, in_place=True)
         return _sequences(inputs, ragged, reads_lse=_reads_lse(plan))
     if _is_plain(inputs):
         causal = inputs.mask.band_hi is not None
@@ -146,8 +146,8 @@ def _sequences(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> tuple[Any,
         log-sum-exp is padded.
     """
     batch, _, seqlen, _ = inputs.query.shape
-    query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (inputs.query, inputs.key, inputs.value))
-    (sums_q, sums_kv, used_kv), longest_q, longest_kv = ragged
+    (sums_q, sums_kv, used_kv), longest_q, longest_kv, step = ragged
+    query, key, value = tokens_of(inputs.query), tokens_of(inputs.key, step), tokens_of(inputs.value, step)
     left, right = window_sizes(inputs)
     if longest_q == 1:
         # The only query of a sequence is its last, and no key comes after the diagonal.

@@ -28,12 +28,12 @@ from attnroute.executors.packages.request import (
     Launched,
     Request,
     in_batch,
+    laid_out,
     packed,
     packed_lse,
     padded,
     padded_lse,
     request_of,
-    rows_of,
 )
 from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.masks.tracing import is_traced
@@ -53,7 +53,8 @@ class Kernel(Protocol):
 
     A kernel whose log-sum-exp is never +inf may set `gives_infinity = False`, which saves two small kernels.
     One that takes padded batches in layout bhsd sets `heads_first = True`, which saves views, and so time on
-    the host.
+    the host. One whose forward takes sequences of any strides and `used_kv` with any number of queries sets
+    `in_place = True`, which saves copies of padded rows of keys.
     """
 
     def forward(self, request: Request, /) -> Launched:
@@ -81,6 +82,7 @@ class External:
         self._kernel = kernel
         self._gives_infinity = getattr(kernel, "gives_infinity", True)
         self._heads_first = getattr(kernel, "heads_first", False)
+        self._in_place = getattr(kernel, "in_place", False)
         self._forward, self._backward = register(
             backend,
             Side(
@@ -149,7 +151,7 @@ class External:
 
     def _request_of(self, inputs: Inputs, plan: Plan) -> Request:
         # What an operator returns in a graph lies in the order of its dimensions, and models have theirs so.
-        return request_of(inputs, plan, heads_first=self._heads_first)
+        return request_of(inputs, plan, heads_first=self._heads_first, in_place=self._in_place)
 
     def _launch_forward(self, request: Request, *, reads_lse: bool = True) -> Launched:
         try:
@@ -254,7 +256,7 @@ class _Eager(torch.autograd.Function):
         out, lse, state, query, key, value, *rest = ctx.saved_tensors
         is_ragged, heads_first = rest[0] is not None, ctx.numbers[-1]
         views: list[Any] = [
-            rows_of(t, is_ragged=is_ragged, heads_first=heads_first) for t in (query, key, value)
+            laid_out(t, is_ragged=is_ragged, heads_first=heads_first) for t in (query, key, value)
         ]
         request = Request(*views, *rest, *ctx.numbers)
 

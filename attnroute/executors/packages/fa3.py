@@ -67,6 +67,7 @@ class _Kernel:
     """Both operators on one request. A row with no key has -inf for its log-sum-exp."""
 
     gives_infinity = False
+    in_place = True
 
     def forward(self, request: Request) -> Launched:
         """Launch the forward, over several splits of the keys only where nothing has to come out twice."""

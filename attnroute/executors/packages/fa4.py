@@ -42,6 +42,7 @@ class _Kernel:
     """Both functions on one request."""
 
     gives_infinity = False
+    in_place = True
 
     def forward(self, request: Request) -> Launched:
         """Launch the forward."""

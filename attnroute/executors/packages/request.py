@@ -139,22 +139,33 @@ class Gradients(NamedTuple):
     sink: Tensor | None = None
 
 
-def request_of(inputs: Inputs, plan: Plan, *, heads_first: bool = False, in_graph: bool = False) -> Request:
-    """Return the request of one call: padded rows, or sequences where the plan has the repair `to_varlen`."""
+def request_of(
+    inputs: Inputs, plan: Plan, *, heads_first: bool = False, in_graph: bool = False, in_place: bool = False
+) -> Request:
+    """Return the request of one call: padded rows, or sequences where the plan has the repair `to_varlen`.
+
+    Args:
+        inputs: The call.
+        plan: How it runs.
+        heads_first: The kernel takes padded batches in layout bhsd.
+        in_graph: The request is that of an operator in a graph.
+        in_place: As for `ragged.rows_of`.
+    """
     query, key, value = inputs.query, inputs.key, inputs.value
     repairs, slopes, sink, scale = plan.repairs, inputs.alibi_slopes, inputs.sink, inputs.scale
     left, right = ragged.window_sizes(inputs)
     if scale is None:
         scale = query.shape[3] ** -0.5
-    sums_q = sums_kv = used = None
+    sums_q = sums_kv = used = step = None
     longest_q, longest_kv = query.shape[2], key.shape[2]
     is_ragged = "to_varlen" in repairs
     if is_ragged:
-        (sums_q, sums_kv, used), longest_q, longest_kv = ragged.rows_of(inputs, training=plan.training)
+        found = ragged.rows_of(inputs, training=plan.training, in_place=in_place)
+        (sums_q, sums_kv, used), longest_q, longest_kv, step = found
     return Request(
-        rows_of(query, is_ragged=is_ragged, heads_first=heads_first),
-        rows_of(key, is_ragged=is_ragged, heads_first=heads_first),
-        rows_of(value, is_ragged=is_ragged, heads_first=heads_first),
+        laid_out(query, is_ragged=is_ragged, heads_first=heads_first),
+        laid_out(key, is_ragged=is_ragged, heads_first=heads_first, step=step),
+        laid_out(value, is_ragged=is_ragged, heads_first=heads_first, step=step),
         sums_q,
         sums_kv,
         used,
@@ -175,10 +186,10 @@ def request_of(inputs: Inputs, plan: Plan, *, heads_first: bool = False, in_grap
     )
 
 
-def rows_of(tensor: Tensor, *, is_ragged: bool, heads_first: bool) -> Tensor:
+def laid_out(tensor: Tensor, *, is_ragged: bool, heads_first: bool, step: int | None = None) -> Tensor:
     """Return a tensor in layout bhsd as a request has it."""
     if is_ragged:
-        return tensor.transpose(1, 2).flatten(0, 1)
+        return ragged.tokens_of(tensor, step)
     return tensor if heads_first else tensor.transpose(1, 2)
 
 

@@ -134,8 +134,10 @@ def _band(mask: LoweredMask, extent: Extent, dtype: torch.dtype) -> Tensor:
 def _prepare_qkv(inputs: Inputs, repairs: frozenset[str]) -> None:
     keep = inputs.mask.key_keep
     if "clear_left_out" in repairs and keep is not None:
-        left_out = ~keep[:, None, :, None]
-        inputs.key, inputs.value = (t.masked_fill(left_out, 0) for t in (inputs.key, inputs.value))
+        # One pass each, where masked_fill copies and fills then. The zero is a tensor: a device is waited for
+        # where it gets a number.
+        keep, zero = keep[:, None, :, None], inputs.value.new_zeros(())
+        inputs.key, inputs.value = (torch.where(keep, t, zero) for t in (inputs.key, inputs.value))
     if "expand_kv" in repairs:
         group = inputs.query.shape[1] // inputs.key.shape[1]
         inputs.key = _expand(inputs.key, group)

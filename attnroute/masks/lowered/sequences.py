@@ -118,21 +118,27 @@ def padded(counts: Tensor, side: PaddingSide, seqlen_q: int, seqlen_kv: int) -> 
     return remember(counts, ("padded", side, seqlen_q, seqlen_kv), make)
 
 
-def padded_single(counts: Tensor, side: PaddingSide, seqlen_kv: int) -> Rows:
-    """Return padded rows of one query as one sequence each, for kernels that may leave keys out.
+def in_use(counts: Tensor, side: PaddingSide, seqlen_q: int, seqlen_kv: int, step: int) -> Rows:
+    """Return padded rows as one sequence each, for kernels that may leave keys out.
 
-    A kernel may then treat the query heads that share a key head as queries, which takes exactly one query
+    The kernel may then treat the query heads that share a key head as queries, which takes exactly one query
     per sequence. Gradients of the keys that are left out are not written.
+
+    Args:
+        counts: Int32 (batch,), the keys that exist.
+        side: Where the others are.
+        seqlen_q: Queries of a row.
+        seqlen_kv: Keys of a row, padding included.
+        step: How many tokens after a row's first key the next row's lies.
     """
 
     def make() -> Rows:
-        first = _firsts(counts, seqlen_kv)
-        last = first + seqlen_kv
-        starts = first if side == "right" else last - counts
-        singles = torch.arange(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
-        return Rows(singles, torch.cat([starts, last[-1:]]), counts)
+        first = _firsts(counts, step)
+        starts = first if side == "right" else first + (seqlen_kv - counts)
+        queries = torch.arange(counts.shape[0] + 1, dtype=torch.int32, device=counts.device) * seqlen_q
+        return Rows(queries, torch.cat([starts, first[-1:] + seqlen_kv]), counts)
 
-    return remember(counts, ("padded_single", side, seqlen_kv), make)
+    return remember(counts, ("in_use", side, seqlen_q, seqlen_kv, step), make)
 
 
 def repeated(sums: Tensor, batch: int, seqlen: int) -> Tensor:
