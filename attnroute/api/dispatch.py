@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnroute.api import checkpoint, routes
+from attnroute.api import checkpoint, repeats, routes
 from attnroute.api.intake import take
 from attnroute.api.keys import key_of
 from attnroute.api.refusals import reroute
@@ -44,6 +44,8 @@ def run(given: Given) -> Output:
         raise error from None
     if route is None:
         route = routes.make(problem, policy, key)
+    else:
+        repeats.keep(given, problem, route)
     try:
         return routes.execute(route, problem)
     except KernelRefusedError as error:

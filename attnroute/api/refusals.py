@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from attnroute.api import failures, routes
+from attnroute.api import failures, repeats, routes
 from attnroute.errors import KernelRefusedError, NoBackendError, RerouteWarning, warn_user
 from attnroute.executors import launch
 from attnroute.report.refusal import render_kept, render_replaced, render_reroute
@@ -71,7 +71,7 @@ def _record(choice: Choice, backend: str, reason: str) -> bool:
     """Remember a refusal, and forget the routes that it makes wrong."""
     signature = _signature(choice)
     is_new = failures.record(signature, backend, reason)
-    routes.drop(backend, lambda other: _signature(other) == signature)
+    repeats.drop(backend, lambda other: _signature(other) == signature)
     return is_new
 
 
@@ -81,7 +81,7 @@ def _signature(choice: Choice) -> object:
 
 def _replaced(found: Replaced) -> None:
     """Warn about a kernel that its executor replaced, and keep later calls of this kind away from it."""
-    gone = routes.drop(found.backend, lambda choice: _concerns(choice.call, found))
+    gone = repeats.drop(found.backend, lambda choice: _concerns(choice.call, found))
     is_new = failures.record(("replaced", *found[1:]), found.backend, found.reason)
     new = [c for c in gone if failures.record(_signature(c), found.backend, found.reason)]
     if new or (is_new and not gone):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from attnroute.executors import first_call, registry
 from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.protocol import Executor, Inputs, Plan
 from attnroute.masks import Causal, Dense, Mask, Window
-from attnroute.masks.kept import keeper_of
+from attnroute.masks.kept import Keeper, keeper_of
 from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, open_band
 from attnroute.masks.objects.ragged import Ragged
 from attnroute.masks.recognition.summary import inspect_mask
@@ -53,7 +53,6 @@ class Route:
         mask: The lowered mask where no tensor takes part in it, else None: it is then lowered per call.
         recognizes: Dense masks are replaced by what each was recognized as.
         keeps: The lowered mask may be kept with its owner, as it refers neither to that nor to a function.
-        is_heard: Somebody listens to what runs.
     """
 
     choice: Choice
@@ -62,7 +61,6 @@ class Route:
     mask: LoweredMask | None
     recognizes: bool
     keeps: bool
-    is_heard: bool
 
 
 _ROUTES: Memory[object, Route] = Memory(
@@ -76,21 +74,18 @@ _LISTENERS: list[Callable[[Route, Problem], None]] = []
 
 
 def listen(told: Callable[[Route, Problem], None]) -> None:
-    """Tell somebody of each call that ran from now on, and of its route; unheard calls pay nothing for it."""
+    """Tell somebody of each call that ran from now on, and of its route."""
     _LISTENERS.append(told)
-    _mark_heard()
 
 
 def unlisten(told: Callable[[Route, Problem], None]) -> None:
     """Undo `listen`."""
     _LISTENERS.remove(told)
-    _mark_heard()
 
 
-def _mark_heard() -> None:
-    # In place, as a route that is made during the capture of a CUDA graph may be another one.
-    for key, route in _ROUTES.items().items():
-        _ROUTES.put(key, replace(route, is_heard=bool(_LISTENERS)))
+def is_heard() -> bool:
+    """Return whether somebody listens."""
+    return bool(_LISTENERS)
 
 
 def lookup(key: object) -> Route | None:
@@ -155,7 +150,7 @@ def _with_compile_time(decision: Decision, choice: Choice, call: Call, problem: 
     route = _route(problem, call, choice)
     if route.executor.compiled_seconds is None:
         return decision
-    seconds = route.executor.compiled_seconds(_inputs(route, problem), route.plan)
+    seconds = route.executor.compiled_seconds(inputs_of(route, problem), route.plan)
     verdicts = tuple(
         v.model_copy(update={"compiled_seconds": seconds}) if v.backend == choice.backend else v
         for v in decision.verdicts
@@ -172,16 +167,23 @@ def _question(problem: Problem, policy: Policy) -> tuple[Call, Host, Tables]:
     return call_of(problem, recognize=recognize), host_of(*problem.device, tables.providers), tables
 
 
-def execute(route: Route, problem: Problem) -> Output:
+def execute(route: Route, problem: Problem, keeper: Keeper | None = None) -> Output:
     """Run one call along its route. The result has the layout of the user's tensors."""
-    output = problem.in_given_layout(*run_repaired(route.executor, _inputs(route, problem), route.plan))
-    if route.is_heard:
-        for told in tuple(_LISTENERS):
-            told(route, problem)
+    inputs = inputs_of(route, problem, keeper)
+    output = problem.in_given_layout(*run_repaired(route.executor, inputs, route.plan))
+    for told in tuple(_LISTENERS):
+        told(route, problem)
     return output
 
 
-def _inputs(route: Route, problem: Problem) -> Inputs:
+def inputs_of(route: Route, problem: Problem, keeper: Keeper | None = None) -> Inputs:
+    """Return what an executor gets, repairs aside.
+
+    Args:
+        route: The route of the call.
+        problem: The call.
+        keeper: That of the mask, where the caller has it already.
+    """
     given = problem.given
     inputs = Inputs(
         problem.query,
@@ -199,7 +201,7 @@ def _inputs(route: Route, problem: Problem) -> Inputs:
         problem.score_mod,
     )
     if route.mask is None:
-        _lower(inputs, route, problem)
+        _lower(inputs, route, problem, keeper)
     return inputs
 
 
@@ -223,7 +225,7 @@ def _route(problem: Problem, call: Call, choice: Choice) -> Route:
         constant = _lowered(parts, problem.extent)
     keeps = not isinstance(problem.mask, Tensor) and not any(isinstance(n, _PROGRAMMED) for n in call.mask)
     found = registry.executor(choice.backend, _module_of(choice.backend, choice.policy))
-    return Route(choice, plan, found, constant, recognizes, keeps, bool(_LISTENERS))
+    return Route(choice, plan, found, constant, recognizes, keeps)
 
 
 def _module_of(backend: str, policy: Policy) -> str:
@@ -258,10 +260,10 @@ def _lowered(parts: tuple[Mask, ...], extent: Extent) -> LoweredMask:
     return lowered if is_exporting() else open_band(lowered, extent)
 
 
-def _lower(inputs: Inputs, route: Route, problem: Problem) -> None:
+def _lower(inputs: Inputs, route: Route, problem: Problem, keeper: Keeper | None) -> None:
     extent, mask = problem.extent, problem.mask
     # Before anything makes views of a tensor: without views it is certain that the memory is its own.
-    keeper = inputs.keeper = keeper_of(_owner(problem))
+    keeper = inputs.keeper = keeper_of(_owner(problem)) if keeper is None else keeper
 
     def make() -> LoweredMask:
         return _lowered(_parts(problem.whole_mask, route.recognizes, extent), extent)

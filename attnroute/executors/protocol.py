@@ -101,6 +101,10 @@ class ForwardResult(NamedTuple):
 
 
 Run = Callable[[Inputs, Plan], Output]
+Bound = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | None]
+"""Runs a call that was bound: from query, key, value and `Inputs.attn` to the output. None where something
+outside of the arguments has changed since, so that the call must be run as any other."""
+Bind = Callable[[Inputs, Plan], Bound | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +130,11 @@ class Executor:
         pair: Where rows of the backend's tables name the repairs `sink_from_lse` or `backward_from_chunked`.
         compiled_seconds: For a backend that compiles per structure: how many seconds that of a call took in
             this process, None where it was not compiled yet.
+        bind: For a kernel that has a shorter way for calls that differ from these inputs in the values of
+            tensors alone: returns that, or None where there is none for this call.
     """
 
     run: Run
     pair: Pair | None = None
     compiled_seconds: Callable[[Inputs, Plan], float | None] | None = None
+    bind: Bind | None = None

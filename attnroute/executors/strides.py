@@ -33,7 +33,7 @@ def watch(out: Tensor, plan: Plan, *, as_output: bool = False) -> None:
         as_output: The gradient must have the strides of the output.
     """
     if plan.training and plan.device_type != "cpu" and out.requires_grad:
-        out.register_hook(_Fit(out.stride(), as_output=as_output))  # type: ignore[no-untyped-call]
+        out.register_hook(Fit(out.stride(), as_output=as_output))  # type: ignore[no-untyped-call]
 
 
 def fitted(grad: Tensor, out: Tensor, *, as_output: bool = False) -> Tensor:
@@ -47,8 +47,8 @@ def fitted(grad: Tensor, out: Tensor, *, as_output: bool = False) -> Tensor:
     return _fitted(grad, out.stride(), as_output=as_output)
 
 
-class _Fit:
-    """A hook; an object of a class, because torch warns about other hooks where a tensor is saved."""
+class Fit:
+    """A hook that fits gradients; a class, as torch warns about other hooks where a tensor is saved."""
 
     __slots__ = ("_as_output", "_strides")
     __torch_unserializable__ = True
@@ -58,6 +58,7 @@ class _Fit:
         self._as_output = as_output
 
     def __call__(self, grad: Tensor) -> Tensor:
+        """Return the gradient as a kernel's backward takes it."""
         return _fitted(grad, self._strides, as_output=self._as_output)
 
 

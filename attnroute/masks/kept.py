@@ -25,9 +25,13 @@ TENSORS_KEPT: Final = 4096
 
 
 class Keeper:
-    """Keeps what was made from one tensor or mask object, with marks of the tensors that it was made from."""
+    """Keeps what was made from one tensor or mask object, with marks of the tensors that it was made from.
 
-    __slots__ = ("_made", "_marks")
+    Attributes:
+        token: Stands for the tensor or object as it is, in keys that may not keep alive what is kept.
+    """
+
+    __slots__ = ("_made", "_marks", "token")
 
     def __init__(self, marks: tuple[Mark, ...]) -> None:
         """Keep nothing yet.
@@ -35,6 +39,7 @@ class Keeper:
         Args:
             marks: Of the tensors.
         """
+        self.token = object()
         self._marks = marks
         self._made: Memory[Hashable, Any] = Memory(KEPT)
 
@@ -117,6 +122,27 @@ def keeper_of(owner: object, *, views: int = 0) -> Keeper | None:
     if owner is None or not may_remember(owner):
         return None
     return _of_tensor(owner, views) if isinstance(owner, Tensor) else _of_object(owner)
+
+
+def known_keeper(owner: Any) -> Keeper | None:
+    """Return the keeper that an unchanged tensor or mask object has already, None where it may not be used.
+
+    The short way of warm calls waits for it. Who asks makes sure that nothing traces or transforms.
+    """
+    if isinstance(owner, Tensor):
+        for place in places_of(owner):
+            keeper = _OF_TENSORS.get(place)
+            if keeper is not None and keeper.fits((owner,)):
+                return keeper if _is_usable(owner) else None
+        return None
+    found: Keeper | None = vars(owner).get(KEEPER)
+    tensors = _tensors(owner)
+    usable = found is not None and found.fits(tensors) and all(map(_is_usable, tensors))
+    return found if usable else None
+
+
+def _is_usable(tensor: Tensor) -> bool:
+    return is_private(tensor) and not is_capturing(tensor)
 
 
 def _of_tensor(tensor: Tensor, views: int) -> Keeper:

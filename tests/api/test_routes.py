@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference import TOLERANCE, attend, error
 from support.spy import Spy, decided_calls
+from support.variations import OTHER, tensors
 
 import attnroute
 from attnroute import masks
@@ -47,11 +48,6 @@ def decided(monkeypatch):
     return decided_calls(monkeypatch)
 
 
-def tensors(batch=2, heads=4, heads_kv=4, seqlen_q=6, seqlen_kv=6, head_dim=8, dtype=torch.float32):
-    shapes = [(batch, heads, seqlen_q, head_dim), *[(batch, heads_kv, seqlen_kv, head_dim)] * 2]
-    return [torch.randn(shape, dtype=dtype) for shape in shapes]
-
-
 def test_a_layer_decides_once_for_all_its_calls(made, decided):
     for _ in range(5):
         attnroute.attention(*tensors(), is_causal=True)
@@ -69,62 +65,6 @@ def test_a_float_mask_is_a_bias_and_shares_its_route(made):
     attnroute.attention(*tensors(), bias=torch.zeros(6, 6))
     attnroute.attention(*tensors(), torch.zeros(6, 6))
     assert len(made) == 1
-
-
-def trained(**sizes):
-    return [t.requires_grad_() for t in tensors(**sizes)]
-
-
-def shifted():
-    """Tensors that start 4 bytes behind a multiple of 16."""
-    return [torch.empty(t.numel() + 1)[1:].view(t.shape).copy_(t) for t in tensors()]
-
-
-FLAGS = torch.ones(2, 1, 6, 6, dtype=torch.bool)
-OTHER = {
-    "batch": (lambda: tensors(batch=3), {}),
-    "heads": (lambda: tensors(heads=8, heads_kv=8), {}),
-    "shared heads": (lambda: tensors(heads_kv=2), {}),
-    "query length": (lambda: tensors(seqlen_q=5), {}),
-    "key length": (lambda: tensors(seqlen_kv=7), {}),
-    "head_dim": (lambda: tensors(head_dim=16), {}),
-    "dtype": (lambda: tensors(dtype=torch.float64), {}),
-    "memory order": (lambda: [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors()], {}),
-    "alignment": (shifted, {}),
-    "training": (trained, {}),
-    "causal": (tensors, {"is_causal": True}),
-    "window": (tensors, {"window": (2, 0)}),
-    "wider window": (tensors, {"window": (3, 0)}),
-    "negative scale": (tensors, {"scale": -1.0}),
-    "no scale at all": (tensors, {"scale": 0.0}),
-    "softcap": (tensors, {"softcap": 30.0}),
-    "sink": (tensors, {"sink": torch.zeros(4)}),
-    "slopes": (tensors, {"alibi_slopes": torch.zeros(4)}),
-    "slopes per row": (tensors, {"alibi_slopes": torch.zeros(2, 4)}),
-    "dropout": (tensors, {"dropout_p": 0.5}),
-    "layout": (tensors, {"layout": "bshd"}),
-    "log-sum-exp": (tensors, {"return_lse": True}),
-    "deterministic": (tensors, {"deterministic": True}),
-    "required backend": (tensors, {"backend": "math"}),
-    "preferred backend": (tensors, {"prefer": "math"}),
-    "mask": (tensors, {"mask": FLAGS}),
-    "mask of another shape": (tensors, {"mask": FLAGS[:1]}),
-    "mask as an object": (tensors, {"mask": masks.Dense(FLAGS)}),
-    "documents": (tensors, {"mask": masks.Documents(lengths=[6])}),
-    "other documents": (tensors, {"mask": masks.Documents(lengths=[3, 3])}),
-    "documents by ids": (tensors, {"mask": masks.Documents(ids=torch.zeros(6, dtype=torch.int64))}),
-    "padding": (tensors, {"mask": masks.KeyPadding(lengths=[6, 6])}),
-    "other padding": (tensors, {"mask": masks.KeyPadding(lengths=[6, 0])}),
-    "padding on the device": (tensors, {"mask": masks.KeyPadding(lengths=torch.tensor([6, 6]))}),
-    "bias": (tensors, {"bias": torch.zeros(6, 6)}),
-    "bias of another shape": (tensors, {"bias": torch.zeros(6)}),
-    "bias beside a required backend": (tensors, {"bias": torch.zeros(6, 6), "backend": "chunked"}),
-    "bias of another dtype": (
-        tensors,
-        {"bias": torch.zeros(6, 6, dtype=torch.float64), "backend": "chunked"},
-    ),
-    "trained bias": (tensors, {"bias": torch.zeros(6, 6).requires_grad_()}),
-}
 
 
 def test_everything_that_a_decision_may_depend_on_has_a_route_of_its_own(made):

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+from attnroute.executors.aten.handover import handed_over
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.strides import fitted, watch
@@ -65,4 +67,6 @@ def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
     )
 
 
-executor = Executor(run, Pair(forward, backward))
+executor = Executor(
+    run, Pair(forward, backward), bind=handed_over(SDPBackend.CUDNN_ATTENTION, as_output=True)
+)

@@ -12,8 +12,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
+from attnroute.executors.aten.handover import handed_over
 from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.dense import empty_rows
@@ -150,4 +152,4 @@ def _bottom_right_backward(inputs: Inputs, result: ForwardResult, grad_out: Tens
     return grad_query, grad_key, grad_value, None
 
 
-executor = Executor(run, Pair(forward, backward))
+executor = Executor(run, Pair(forward, backward), bind=handed_over(SDPBackend.EFFICIENT_ATTENTION))

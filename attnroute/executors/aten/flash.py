@@ -12,8 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from attnroute.executors.aten import flash_backward
+from attnroute.executors.aten.handover import handed_over
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.ragged import Ragged, per_token, rows_of, tokens_of, whole_rows, window_sizes
@@ -180,4 +182,4 @@ def _sequences(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> tuple[Any,
     return out.unflatten(0, (batch, seqlen)).transpose(1, 2), lse.transpose(0, 1), *rest
 
 
-executor = Executor(run, Pair(forward, backward))
+executor = Executor(run, Pair(forward, backward), bind=handed_over(SDPBackend.FLASH_ATTENTION))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 from typing import Final, cast
 
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 from attnroute.executors.prepare.pair import run_pair
 from attnroute.executors.prepare.pieces import BATCH, HEADS, pieces
 from attnroute.executors.prepare.sink import run_with_sink
-from attnroute.executors.protocol import Executor, Inputs, Output, Plan
+from attnroute.executors.protocol import Bound, Executor, Inputs, Output, Plan
 from attnroute.executors.strides import is_packed
 from attnroute.masks.lowered.dense import additive, build, empty_rows
 from attnroute.masks.lowered.form import Extent, LoweredMask
@@ -34,6 +35,8 @@ BAND_LIMIT_BYTES: Final = 64 * 2**20
 
 _DENSE = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
 _ADDITIVE = frozenset({"cast_mask", "cast_bias", "align_bias"})
+_OF_MASKS = frozenset({"materialize_mask", "cast_mask", "zero_empty_rows"})
+"""Repairs whose work is the same in each call with one mask."""
 
 
 def run_repaired(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
@@ -64,8 +67,80 @@ def run_repaired(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
     if out.shape[-1] != head_dim_v:
         out = out[..., :head_dim_v]
     if "zero_empty_rows" in repairs and inputs.attn is not None:
-        out, lse = _without_empty_rows(out, lse, empty_rows(inputs.attn), sink)
+        out, lse = _without_empty_rows(out, lse, _empty_rows(inputs, repairs), sink)
     return out, lse
+
+
+def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound | None:
+    """Return what runs calls that differ from this one in values alone, None where only `run_repaired` can.
+
+    Args:
+        executor: The backend's.
+        inputs: The call.
+        plan: How it runs.
+        given: The mask or bias that the user gave, which what is returned is called with.
+
+    Returns:
+        A function that keeps no mask alive: what was prepared of one is kept with that.
+    """
+    repairs = frozenset(plan.repairs)
+    if executor.bind is None or plan.return_lse or not repairs <= _OF_MASKS:
+        return None
+    prepares = bool(repairs & _DENSE) and not (inputs.mask.is_full and inputs.bias is None)
+    attn = _dense(inputs, repairs) if prepares else _as_given(inputs)
+    own = attn is not None and (prepares or not isinstance(given, Tensor))
+    if attn is not None and (attn.requires_grad or (own and (inputs.bias is not None or not prepares))):
+        return None
+    run = executor.bind(replace(inputs, attn=attn), plan)
+    if run is None:
+        return None
+    if attn is not None and "zero_empty_rows" in repairs:
+        run = _with_zeros(run, weakref.ref(_empty_rows(replace(inputs, attn=attn), repairs)))
+    if own:
+        return _with(run, weakref.ref(cast("Tensor", attn)))
+    return run if attn is not None or given is None else _without(run)
+
+
+def _with(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
+    """Give a kernel the mask that was prepared for it, for as long as that is kept."""
+
+    def with_kept(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor | None:
+        attn = kept()
+        return None if attn is None else run(query, key, value, attn)
+
+    return with_kept
+
+
+def _without(run: Bound) -> Bound:
+    """Give a kernel no mask, where that was recognized as one that it has an argument for."""
+    return lambda query, key, value, _: run(query, key, value, None)
+
+
+def _with_zeros(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
+    """Give rows with no key zeros, for as long as it is kept which they are."""
+
+    def with_zeros(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
+        empty = kept()
+        out = None if empty is None else run(query, key, value, attn)
+        return out if out is None else out.masked_fill(empty[..., None], 0.0)  # type: ignore[index]
+
+    return with_zeros
+
+
+def _empty_rows(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
+    """Return which rows have no key, (batch or 1, heads or 1, seqlen_q or 1), made once for each mask."""
+    attn = cast("Tensor", inputs.attn)
+    if inputs.bias is not None or inputs.keeper is None:
+        return empty_rows(attn)
+    what = ("empty rows", *_of_mask(inputs, repairs))
+    return inputs.keeper.keep(what, lambda: empty_rows(attn))
+
+
+def _of_mask(inputs: Inputs, repairs: frozenset[str]) -> tuple[object, ...]:
+    """Return what a mask that is prepared for a kernel depends on, the mask itself aside."""
+    query, mask = inputs.query, inputs.mask
+    sizes = (*query.shape[:3], inputs.key.shape[2], query.device)
+    return (bool(repairs & _ADDITIVE), query.dtype, sizes, mask.band_lo, mask.band_hi)
 
 
 def _without_empty_rows(out: Tensor, lse: Tensor | None, empty: Tensor, sink: Tensor | None) -> Output:
@@ -119,8 +194,7 @@ def _dense(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
         return make()
     if size * (inputs.mask.dense.shape[0] if inputs.mask.dense is not None else 1) > PREPARED_LIMIT_BYTES:
         return make()
-    band = (inputs.mask.band_lo, inputs.mask.band_hi)
-    return inputs.keeper.keep(("dense", as_bias, query.dtype, extent, band), make)
+    return inputs.keeper.keep(("dense", *_of_mask(inputs, repairs)), make)
 
 
 @cached(BANDS_KEPT)

@@ -1,0 +1,248 @@
+"""The short way of a call that repeats an earlier one but for values: few reads, one lookup, the kernel.
+
+What is compared here is all that a route depends on. Sizes, strides, dtypes, devices, gradients and types of
+tensors, and autocast, inference mode and functorch's transforms, which torch keeps beside the dispatch keys,
+are compared in one call of C++, which dynamo has for its graphs. Whatever is not simple goes the long way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from attnroute.api import checkpoint, routes
+from attnroute.api.records import Given, Problem
+from attnroute.errors import KernelRefusedError
+from attnroute.executors.prepare.apply import bind
+from attnroute.masks.kept import Keeper, known_keeper
+from attnroute.memory import Memory
+from attnroute.settings import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attnroute.api.choices import Choice
+    from attnroute.api.records import Output
+    from attnroute.api.routes import Route
+    from attnroute.executors.protocol import Bound
+    from attnroute.question.policy import Policy
+
+_KEPT: Final = 4096
+_VARIANTS: Final = 8
+"""Kinds of tensors that are told apart under one key: layers on other devices, layers that do not train."""
+_ALIGNMENT_BITS: Final = 15
+_QKV: Final = 3
+_NUMBERS: Final = frozenset({float, int, type(None)})
+"""Types of numbers that mean the same where they are equal; True would be an error."""
+_Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_only_deterministic = torch._C._get_deterministic_algorithms
+_records_gradients = torch.is_grad_enabled
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A call that may be repeated.
+
+    Attributes:
+        check: Returns whether tensors are of the same kind as its own.
+        settings: What the environment said.
+        route: Its route.
+        bound: A shorter way than that of the route, where the kernel has one.
+    """
+
+    check: Callable[..., bool]
+    settings: Policy
+    route: Route
+    bound: Bound | None
+
+
+_REPEATS: Memory[object, tuple[Repeat, ...]] = Memory(_KEPT, f"{__name__}._REPEATS", "when its backend fails")
+
+
+def run(arguments: tuple[Any, ...]) -> Output | None:
+    """Run a call that repeats an earlier one; None where it does not, or goes no short way.
+
+    Args:
+        arguments: Those of `attention()`, in their order.
+    """
+    if checkpoint.is_near() or _count_dispatch_modes() or _only_deterministic() or routes.is_heard():
+        return None
+    try:
+        place, tensors, keeper = _place(arguments)
+        kept = _REPEATS.get(place)
+    except (AttributeError, RuntimeError, TypeError):
+        # What cannot be read or hashed is malformed, or nothing that is kept.
+        return None
+    if kept is None or forward_ad._current_level >= 0:
+        return None
+    for repeat in kept:
+        if repeat.check(*tensors) and repeat.settings is environment():
+            if repeat.bound is not None:
+                query, key, value, mask, bias = arguments[:5]
+                out = repeat.bound(query, key, value, mask if bias is None else bias)
+                if out is not None:
+                    return out, None
+            return _run(repeat.route, Given(*arguments), keeper)
+    return None
+
+
+def keep(given: Given, problem: Problem, route: Route) -> None:
+    """Keep a call whose route was found, so that the next one like it goes the short way.
+
+    Args:
+        given: The arguments of the call.
+        problem: What was made of them.
+        route: The route of the problem, under the settings of the environment.
+    """
+    if _Guards is None or checkpoint.is_near() or not _is_simple(given, problem):
+        return
+    place, tensors, keeper = _place(given)
+    check = (
+        None if place is None else _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    )
+    if check is None or not check(*tensors):
+        return
+    attn = given.mask if given.bias is None else given.bias
+    bound = bind(route.executor, routes.inputs_of(route, problem, keeper), route.plan, attn)
+    if bound is not None and given.layout == "bshd":
+        bound = _heads_first(bound)
+    new = Repeat(check, environment(), route, bound)
+    _REPEATS.put(place, (new, *(_REPEATS.get(place) or ())[: _VARIANTS - 1]))
+
+
+def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
+    """Drop what is kept of a backend and whose choice `concerns` picks out; return these choices."""
+    _REPEATS.drop(
+        lambda kept: any(r.route.choice.backend == backend and concerns(r.route.choice) for r in kept)
+    )
+    return routes.drop(backend, concerns)
+
+
+def _is_simple(given: Given, problem: Problem) -> bool:
+    """Return whether a problem is made of the arguments as they are, and nothing surrounds the call."""
+    return (
+        problem.given is given
+        and problem.transform is None
+        and not (problem.dispatch_mode or problem.deterministic or problem.no_values)
+        and forward_ad._current_level < 0
+        and problem.query.shape[-1] == given.query.shape[-1]
+        and (problem.bias is given.bias or problem.bias is given.mask)
+        and not torch.is_autocast_enabled(problem.query.device.type)
+    )
+
+
+def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], Keeper | None]:
+    """Return under what a call is kept, its tensors but those of its mask, and the keeper of its mask.
+
+    Every argument is named, so that a new one cannot be left out. What goes the long way has no place.
+
+    Raises:
+        AttributeError, RuntimeError, TypeError: An argument is malformed.
+    """
+    (
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        is_causal,
+        causal_alignment,
+        window,
+        scale,
+        softcap,
+        sink,
+        alibi_slopes,
+        dropout_p,
+        layout,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        max_seqlen_q,
+        max_seqlen_kv,
+        deterministic,
+        return_lse,
+        backend,
+        prefer,
+    ) = arguments
+    if (
+        # The check in C++ takes each tensor once.
+        query is key
+        or key is value
+        or value is query
+        or is_causal.__class__ is not bool
+        or scale.__class__ not in _NUMBERS
+        or softcap.__class__ not in _NUMBERS
+        or dropout_p.__class__ not in _NUMBERS
+        or (window is not None and not _NUMBERS.issuperset(map(type, window)))
+        or layout == "thd"
+        or not (
+            cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is deterministic is prefer is None
+        )
+        or return_lse is not False
+    ):
+        return None, (), None
+    tensors: tuple[Any, ...] = (query, key, value)
+    of_mask: object = None
+    keeper = others = None
+    misaligned: object = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & _ALIGNMENT_BITS
+    if mask is not None:
+        if type(mask) is Tensor and mask.dtype is not torch.bool:
+            tensors, of_mask = (*tensors, mask), "bias"
+        else:
+            keeper = known_keeper(mask)
+            if keeper is None:
+                return None, (), None
+            of_mask = keeper.token
+    if not (bias is None and sink is None and alibi_slopes is None):
+        others = (bias is None, sink is None, alibi_slopes is None)
+        tensors = (*tensors, *[t for t in (bias, sink, alibi_slopes) if t is not None])
+    if len(tensors) > _QKV:
+        misaligned = (misaligned, *[t.data_ptr() & _ALIGNMENT_BITS for t in tensors[_QKV:]])
+    words = (is_causal, causal_alignment, window, scale, softcap, dropout_p, layout, backend)
+    place = (query.shape, key.shape, misaligned, _records_gradients(), of_mask, others, words)
+    return place, tensors, keeper
+
+
+def _heads_first(run: Bound) -> Bound:
+    """Make a kernel of layout bhsd one of layout bshd."""
+
+    def heads_first(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
+        out = run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn)
+        return None if out is None else out.transpose(1, 2)
+
+    return heads_first
+
+
+def _run(route: Route, given: Given, keeper: Keeper | None) -> Output | None:
+    """Run a call along its route, without asking what surrounds it; None where its kernel is refused."""
+    mask: Any
+    bias: Any
+    query, key, value, mask, bias = given[:5]
+    if given.layout == "bshd":
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if keeper is None and mask is not None:
+        mask, bias = None, mask
+    problem = Problem(
+        given,
+        query,
+        key,
+        value,
+        mask,
+        given.is_causal,
+        given.window,
+        bias,
+        None,
+        (),
+        given.scale,
+        traced=False,
+    )
+    problem.training = route.plan.training
+    try:
+        return routes.execute(route, problem, keeper)
+    except KernelRefusedError:
+        # On the long way it is refused again, and another backend runs the call.
+        return None
