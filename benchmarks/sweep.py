@@ -1,6 +1,7 @@
 """Times every eligible backend, stock attention and `attention()` over a designed set of calls on one card.
 
 python benchmarks/sweep.py --out sweep --seconds 500 --workers 12
+python benchmarks/sweep.py --out sweep --set models --seconds 500 --workers 12
 python benchmarks/sweep.py --out sweep --device cpu --seconds 60 --workers 2 --structures 6   # tiny sizes
 
 Worker processes compile and run the first calls side by side; then, while nobody compiles, one after the
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sweep_calls import SIZES, STRUCTURES, SweepCall, shrunk, units
+from sweep_models import models
 from sweep_process import Process
 
 SAME = ("card", "driver", "torch", "cudnn", "packages")
@@ -106,9 +108,7 @@ class Sweep:
         self._until = time.monotonic() + options.seconds
         self._results = results
         form = shrunk if options.device == "cpu" else _unchanged
-        drawn = [
-            [form(call) for call in unit] for unit in units(options.seed, options.structures, options.sizes)
-        ]
+        drawn = [[form(call) for call in unit] for unit in chosen(options)]
         left = [list(dict.fromkeys(c for c in unit if c.key not in results.calls)) for unit in drawn]
         self.total = len({call.key for unit in drawn for call in unit})
         self._waiting = [unit for unit in left if unit]
@@ -219,6 +219,13 @@ class Sweep:
                 return {"backends": results} | status
 
 
+def chosen(options: argparse.Namespace) -> list[list[SweepCall]]:
+    """Return the calls that the command line names, by structure."""
+    if options.set == "models":
+        return models()
+    return units(options.seed, options.structures, options.sizes)
+
+
 def _unchanged(call: SweepCall) -> SweepCall:
     return call
 
@@ -235,6 +242,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) * 3 // 4))
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     found.add_argument("--backends", default="", help="only these of the eligible ones, by comma")
+    found.add_argument("--set", choices=("drawn", "models"), default="drawn", help="which calls")
     found.add_argument("--seed", type=int, default=0)
     found.add_argument("--structures", type=int, default=STRUCTURES)
     found.add_argument("--sizes", type=int, default=SIZES, help="sizes of each structure")
@@ -246,9 +254,7 @@ def main() -> None:
     """Read the arguments and run."""
     options = parser().parse_args()
     if options.list:
-        for call in (
-            call for unit in units(options.seed, options.structures, options.sizes) for call in unit
-        ):
+        for call in (call for unit in chosen(options) for call in unit):
             print(call.part, call.key)
         return
     results = Results(Path(options.out), environment(options.device))
