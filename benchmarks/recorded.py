@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from attnroute.question.call import Call, Strides
 from attnroute.question.host import Host
 from attnroute.question.line import parse, render
+from attnroute.question.nodes import DocumentsNode
 from benchmarks import recorded_h100 as h100
 
 Part = Literal["fit", "unseen"]
@@ -125,10 +126,19 @@ def _of_sweep(source: str, data: dict[str, Any]) -> Iterator[Record]:
             continue
         times = {n: t for n, r in found["backends"].items() if (t := _of_step(r)) is not None}
         stock, ours = times.pop("stock", None), times.pop("auto", None)
-        call = parse(found["line"])
+        key = json.loads(found["key"])
+        call = _counted(parse(found["line"]), key)
         # Two calls of one line differ in memory, which a line leaves out where no mask makes it matter.
-        name = f"{found['line']} {json.loads(found['key'])['memory']}"
+        name = f"{found['line']} {key['memory']}"
         yield Record(source, name, host, call, times, stock, ours, found["selected"], found["part"])
+
+
+def _counted(call: Call, key: dict[str, Any]) -> Call:
+    """Say how many sequences a ragged batch has: the batch of the sweep's key."""
+    if call.layout != "thd":
+        return call
+    mask = (n.changed(count=key["batch"]) if isinstance(n, DocumentsNode) else n for n in call.mask)
+    return call.changed(mask=tuple(mask))
 
 
 def _of_step(found: dict[str, Any]) -> Time | None:
@@ -187,6 +197,7 @@ def _of_h100(source: str, data: dict[str, Any]) -> Iterator[Record]:
 
 READERS: dict[str, Callable[[str, dict[str, Any]], Iterator[Record]]] = {
     "h200-torch2.11-sweep": _of_sweep,
+    "h200-torch2.11-models": _of_sweep,
     "h200-torch2.11-grid": _of_grid,
     "h200-torch2.11-grid-tokens": _of_grid,
     **dict.fromkeys(h100.READERS, _of_h100),

@@ -12,6 +12,7 @@ from attnroute.cli._parser import Parser
 from attnroute.engine.examples import Examples
 from attnroute.errors import TableError, printable
 from attnroute.settings import current
+from attnroute.tables.costs import CostTable
 from attnroute.tables.lint import lint
 from attnroute.tables.load import load
 from attnroute.tables.preferences import all_preferences
@@ -25,6 +26,7 @@ _FILES = {
     "any/several.toml": SharedRules,
     "any/stock.toml": StockTable,
     "releases.toml": ReleaseTable,
+    "<arch>/costs/<backend>.toml": CostTable,
     "<arch>/<backend>.toml, any/<backend>.toml, shared/<name>.toml": BackendTable,
 }
 

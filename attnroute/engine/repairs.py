@@ -84,7 +84,8 @@ def _documents(node: DocumentsNode, call: Call) -> int | None:
     fits = at_the_end if node.cross else call.seqlen_q == call.seqlen_kv
     if not (fits and node.contiguous):
         return None
-    return call.batch * (1 if node.lengths is None else len(node.lengths))
+    count = node.count if node.lengths is None else len(node.lengths)
+    return call.batch * (1 if count is None else count)
 
 
 def _padded_rows(node: KeyPaddingNode, call: Call) -> int | None:
@@ -103,7 +104,7 @@ def _token_bytes(call: Call, *, in_place: bool) -> int:
     Nor do keys of padded rows where no gradient is written to those that are left out: kernels read them
     where they lie (`attnroute/executors/ragged.py`), and one that cannot has a row that says so.
     """
-    if call.layout != "bhsd" or call.batch == 1:
+    if call.layout != "bhsd" or call.batch == 1 or call.strides.tokens_contiguous:
         return 0
     queries, keys = call.seqlen_q * call.num_heads_q, call.seqlen_kv * call.num_heads_kv
     if in_place:

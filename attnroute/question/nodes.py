@@ -33,7 +33,8 @@ class WindowNode(Record):
 class DocumentsNode(Record):
     """Packed documents: a query attends only keys of its own document.
 
-    `lengths` are the same documents for every batch row; None when only the device knows them.
+    `lengths` are the same documents for every batch row; None when only the device knows them. `count` is
+    then how many there are, None when that is not known either.
     `contiguous` is false where it is not known that a document's tokens lie side by side (ids per token).
     `cross` is true for a ragged batch whose queries and keys have lengths of their own: causal and window
     nodes beside it then have a diagonal in each document.
@@ -41,6 +42,7 @@ class DocumentsNode(Record):
 
     kind: Literal["documents"] = "documents"
     lengths: tuple[Count, ...] | None = None
+    count: Count | None = None
     contiguous: bool = True
     cross: bool = False
 

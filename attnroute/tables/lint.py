@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from attnroute.errors import TableError
 from attnroute.foreign import locate
+from attnroute.question.host import Host
 from attnroute.tables.alternatives import is_well_formed
-from attnroute.tables.cards import DEFAULT, is_one_of
+from attnroute.tables.cards import DEFAULT, is_one_of, peak_of
+from attnroute.tables.costs import costs_of
 from attnroute.tables.folders import ANY, SHARED, Tables
 from attnroute.tables.points import options_of, shared_points
 from attnroute.tables.preferences import all_preferences, placed, preferences
@@ -75,6 +77,7 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
         _duplicates,
         _arch_evidence,
         _peaks,
+        _costs,
         _base_orders,
         _idle_preferences,
         _stock,
@@ -118,6 +121,7 @@ def _read_all(tables: Tables) -> None:
             tables.rules(arch, backend)
             tables.options(arch, backend)
             tables.features(arch, backend)
+            costs_of(tables, arch, backend)
 
 
 def _names(tables: Tables) -> Iterator[Problem]:
@@ -236,6 +240,22 @@ def _peaks(tables: Tables) -> Iterator[Problem]:
         if peaks and DEFAULT not in peaks:
             sentence = f"requires {DEFAULT}, for cards that it does not name; got {', '.join(peaks)}."
             yield Problem(f"{arch}/arch.toml", "", "peak", sentence)
+
+
+def _costs(tables: Tables) -> Iterator[Problem]:
+    for arch in tables.arch_names:
+        other = tables.arch(arch).costs_from
+        if other is not None and other not in tables.arch_names:
+            sentence = f'requires an architecture that has a folder; got "{other}".'
+            yield Problem(f"{arch}/arch.toml", "", "costs_from", sentence)
+        for backend in tables.backends:
+            costs = costs_of(tables, arch, backend)
+            if costs is None or not costs.is_own:
+                continue
+            card = costs.table.measured.card
+            if costs.table.peak != peak_of(tables, Host(arch=arch, device_name=card)):
+                sentence = f"requires the numbers of {card} in {arch}/arch.toml; write it anew."
+                yield Problem(f"{arch}/costs/{backend}.toml", "", "peak", sentence)
 
 
 def _base_orders(tables: Tables) -> Iterator[Problem]:

@@ -357,6 +357,8 @@ class ArchTable(_Row):
         compute_capability: (major, minor), absent for cpu.
         shared_memory_per_block: Bytes a block may use after opting in, absent where nobody looked.
         cards: Example products.
+        costs_from: An architecture whose measured costs are scaled to the cards of this one, where neither
+            this one nor one that it inherits from was measured.
         inherits: An architecture whose backend files, rules and feature answers alike, hold here where this
             one has none, and whose preferences hold behind this one's.
         backends: Backends that do not depend on the architecture and have no file of their own here.
@@ -370,6 +372,7 @@ class ArchTable(_Row):
     shared_memory_per_block: int | None = None
     cards: Annotated[list[str], Field(default_factory=list)]
     inherits: Arch | None = None
+    costs_from: Arch | None = None
     backends: Annotated[list[Backend], Field(default_factory=list)]
     evidence: Annotated[list[Evidence], Field(default_factory=list)]
     peak: Annotated[dict[str, Peak], Field(default_factory=dict)]

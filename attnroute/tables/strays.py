@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from attnroute.errors import TableError, did_you_mean
 from attnroute.question.host import ARCH
+from attnroute.tables.costs import FOLDER as COSTS
 from attnroute.tables.folders import ANY, SEVERAL, SHARED, Tables
 from attnroute.tables.read import shipped_folder
 
@@ -76,11 +77,20 @@ def _in_folder(folder: Path, tables: Tables) -> Iterator[Stray]:
         return
     for path in paths:
         file = f"{scope}/{path.name}"
-        if path.is_dir() or path.suffix != _TABLE:
+        if path.name == COSTS and path.is_dir() and scope not in (ANY, SHARED):
+            yield from _in_costs(path, scope, tables)
+        elif path.is_dir() or path.suffix != _TABLE:
             near = did_you_mean(path.name, [f"{stem}{_TABLE}" for stem in _stems(scope, tables)]) or "."
             yield Stray(file, f"requires a file whose name ends in {_TABLE}, as nothing reads another{near}")
         elif path.stem not in _stems(scope, tables):
             yield Stray(file, _unread(scope, path.stem, tables))
+
+
+def _in_costs(folder: Path, scope: str, tables: Tables) -> Iterator[Stray]:
+    for path in _visible(folder):
+        if path.suffix != _TABLE or path.stem not in tables.backends:
+            near = did_you_mean(path.stem, tables.backends) or f"; backends are {', '.join(tables.backends)}."
+            yield Stray(f"{scope}/{COSTS}/{path.name}", f"requires a backend's name and {_TABLE}{near}")
 
 
 def _scopes(tables: Tables) -> list[str]:

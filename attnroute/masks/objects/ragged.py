@@ -9,6 +9,7 @@ from attnroute.errors import argument_error
 from attnroute.masks import checks
 from attnroute.masks.lowered.form import Extent, LoweredMask
 from attnroute.masks.objects.base import Mask
+from attnroute.masks.tracing import size_hint
 from attnroute.question.nodes import CausalNode, DocumentsNode, MaskNode, WindowNode
 from attnroute.question.normalize import open_sides
 
@@ -76,7 +77,7 @@ class Ragged(Mask):
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the documents node, and beside it the causal or window node of every document."""
-        documents = DocumentsNode(cross=self.cross)
+        documents = DocumentsNode(count=size_hint(self.cu_seqlens.shape[0]) - 1, cross=self.cross)
         if self.left is None and self.right is None:
             return (documents,)
         if self.left is None and self.right == 0:

@@ -9,6 +9,7 @@ from attnroute.errors import ArgumentError, did_you_mean, quoted
 from attnroute.question.line.complaints import reading
 from attnroute.question.line.words import (
     ANY,
+    COUNTED,
     DOCUMENTS,
     EMPTY,
     FULL,
@@ -88,7 +89,8 @@ def _corner(node: CausalNode | WindowNode, *, with_corner: bool) -> list[str]:
 
 def _write_counted(node: DocumentsNode | KeyPaddingNode | PrefixNode | FunctionNode) -> str:
     if isinstance(node, DocumentsNode):
-        return f"documents{_write_lengths(node.lengths)}{write_options(node, DOCUMENTS)}"
+        counted = "" if node.count is None else f"={COUNTED}{node.count}"
+        return f"documents{_write_lengths(node.lengths) or counted}{write_options(node, DOCUMENTS)}"
     if isinstance(node, KeyPaddingNode):
         word = next(w for w, side in SIDES.items() if side == node.side)
         return f"{word}{_write_lengths(node.lengths)}{write_options(node, KEYS)}"
@@ -139,7 +141,10 @@ def _window(_name: str, value: str | None, options: list[str]) -> MaskNode:
 
 
 def _documents(_name: str, value: str | None, options: list[str]) -> MaskNode:
-    return DocumentsNode.model_validate({"lengths": _lengths(value), **_fields(options, DOCUMENTS)})
+    fields = _fields(options, DOCUMENTS)
+    if value is not None and value.startswith(COUNTED):
+        return DocumentsNode.model_validate({"count": int(value.removeprefix(COUNTED)), **fields})
+    return DocumentsNode.model_validate({"lengths": _lengths(value), **fields})
 
 
 def _keys(name: str, value: str | None, options: list[str]) -> MaskNode:

@@ -19,7 +19,9 @@ WORDS: Final[dict[str, str]] = {
         "causal mask, and where its diagonal ends: top_left or bottom_right, stated where sq is not skv"
     ),
     "window=4095,0 or window=open,0,bottom_right": "keys beside the diagonal; window=4096 is window=4095,0",
-    "documents or documents=1000,3096": "packed documents; then :scattered (tokens lie anywhere) :cross",
+    "documents or documents=1000,3096": (
+        "packed documents; documents=x2: two of unknown lengths; then :scattered (tokens lie anywhere) :cross"
+    ),
     "keys=100,37 or keys-left=100,37 or keys-any": "keys per batch row; padding right, left or anywhere",
     "prefix or prefix=10,20": "causal behind a prefix that every query sees; then :bottom_right",
     "dense=2x1x100x100": "bool mask tensor; then :grad :strided :unaligned :empty=some :recognized=causal",
@@ -94,6 +96,8 @@ FUNCTION: Final[dict[str, tuple[str, object]]] = {
 KEYS: Final[dict[str, tuple[str, object]]] = {"finite": ("finite", True)}
 SIDES: Final = {"keys": "right", "keys-left": "left", "keys-any": "any"}
 OPEN, EMPTY, SCALAR, FULL = "open", "empty", "scalar", "full"
+COUNTED: Final = "x"
+"""In place of the lengths of documents: how many there are follows."""
 ANY, NOT = "any", "not"
 
 

@@ -1,0 +1,153 @@
+"""Predicts what a call takes on a card from a few measured numbers of each backend.
+
+On the device a kernel takes the larger part of multiplying and reading, and less than their sum; besides it
+takes its launch, its blocks' begin and end, and its repairs. Blocks run in waves over the multiprocessors, so
+few of them leave some idle, unless the keys of one query tile are split over several. A call that the host
+hands over more slowly than the device runs it takes the host's time (`engine.rank`).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+
+from attnroute.engine.work import Work, work_of
+
+if TYPE_CHECKING:
+    from attnroute.question.call import Call
+    from attnroute.tables.costs import Costs, HostTimes, Kernel
+    from attnroute.tables.schema import Peak
+    from attnroute.vocabulary import Repair
+
+_GIGA_PER_MS = 1e6
+_TERA_PER_MS = 1e9
+Number = TypeVar("Number")
+
+
+class Cost(NamedTuple):
+    """What a call takes.
+
+    Attributes:
+        device_ms: Time of the device, forward and backward, in milliseconds.
+        host_ms: Time of the host until the call returned, in milliseconds.
+        kind: "measured": on this architecture; "inferred": on another, and scaled to this card.
+        source: Card and date.
+    """
+
+    device_ms: float
+    host_ms: float
+    kind: Literal["measured", "inferred"]
+    source: str
+
+
+class Rates(NamedTuple):
+    """The numbers of a `Kernel` that count for one call, scaled to a card.
+
+    Each may be an array, so that `benchmarks/fit_costs.py` fits with the very formula of `device_ms`.
+    """
+
+    launch_us: float
+    block_us: float
+    tflops: float
+    wave: float
+    packing: float
+    split_keys: float
+    gbs: float
+    idle: float
+    mask_gbs: float
+    repair_gbs: float
+    repair_us: float
+    factor: float
+    sms: float
+
+
+def cost_of(
+    given: Call, final: Call, repairs: tuple[Repair, ...], extra_bytes: int, costs: Costs, peak: Peak
+) -> Cost | None:
+    """Return what a call is predicted to take.
+
+    Args:
+        given: The call, normalised.
+        final: The call as the kernel gets it.
+        repairs: What is done to it before, in order.
+        extra_bytes: What that allocates.
+        costs: The costs of the backend.
+        peak: What the card can do at most.
+
+    Returns:
+        None where nothing was measured that speaks about such a call.
+    """
+    work = work_of(given, final, repairs, extra_bytes)
+    if work is None:
+        return None
+    table = costs.table
+    parts = [(table.forward_few if work.is_few else table.forward, work)]
+    if given.phase == "training":
+        # What was copied for the forward is there, and gradients go back through the copies.
+        parts.append((table.backward, work))
+    device = 0.0
+    for kernel, its_work in parts:
+        rates = None if kernel is None else rates_of(kernel, its_work, table.peak, peak)
+        if rates is None:
+            return None
+        device += device_ms(its_work, rates)
+    host = _host_us(table.host, given, repairs)
+    kind: Literal["measured", "inferred"] = "measured" if costs.is_own else "inferred"
+    source = f"{table.measured.card}, {table.measured.date}"
+    return None if host is None else Cost(device, host / 1e3, kind, source)
+
+
+def rates_of(kernel: Kernel, work: Work, measured: Peak, peak: Peak) -> Rates | None:
+    """Return the numbers that count for a call, scaled from the measured card to another.
+
+    Returns:
+        None where no call of such a head_dim was measured.
+    """
+    tflops = kernel.tflops.get(f"d{work.head_dim}")  # type: ignore[call-overload]
+    if tflops is None:
+        return None
+    bandwidth = peak.bandwidth_gbs / measured.bandwidth_gbs
+    return Rates(
+        launch_us=kernel.launch_us,
+        block_us=kernel.block_us,
+        tflops=tflops * peak.tflops / measured.tflops,
+        wave=kernel.wave,
+        packing=kernel.packing,
+        split_keys=kernel.split_keys,
+        gbs=kernel.gbs * bandwidth,
+        idle=kernel.idle,
+        mask_gbs=kernel.mask_gbs * bandwidth,
+        repair_gbs=kernel.repair_gbs * bandwidth,
+        repair_us=kernel.repair_us,
+        factor=prod(kernel.factor.get(trait, 1.0) for trait in work.traits),  # type: ignore[call-overload]
+        sms=peak.sms,
+    )
+
+
+def device_ms(work: Work, rates: Rates) -> float:
+    """Return the time of one direction on the device in milliseconds; every number may be an array."""
+    blocks = work.blocks ** (1 - rates.packing) * work.blocks_packed**rates.packing
+    flops = work.flops ** (1 - rates.packing) * work.flops_packed**rates.packing
+    parts = blocks * _larger(work.keys / rates.split_keys, 1.0)
+    filled = _larger(blocks, _smaller(parts, rates.sms))
+    idle = rates.sms / filled
+    multiplying = flops / (rates.tflops * _TERA_PER_MS) * (1 + rates.wave * idle)
+    reading = work.bytes / (rates.gbs * _GIGA_PER_MS) * (1 + rates.idle * idle)
+    reading += work.mask_bytes / (rates.mask_gbs * _GIGA_PER_MS)
+    kernel = rates.factor * (multiplying**2 + reading**2) ** 0.5
+    overhead = (rates.launch_us + rates.block_us * blocks / rates.sms + rates.repair_us * work.repairs) / 1e3
+    return overhead + kernel + work.repair_bytes / (rates.repair_gbs * _GIGA_PER_MS)
+
+
+def _host_us(host: HostTimes, given: Call, repairs: tuple[Repair, ...]) -> float | None:
+    found = host.training_us if given.phase == "training" else host.forward_us
+    return None if found is None else found + sum(host.repair_us.get(repair, 0.0) for repair in repairs)
+
+
+def _larger(one: Number, other: Number) -> Number:
+    """Return the larger of two numbers, or of each pair of two arrays."""
+    return (one + other + abs(one - other)) / 2  # type: ignore[operator, arg-type, return-value, no-any-return]
+
+
+def _smaller(one: Number, other: Number) -> Number:
+    return (one + other - abs(one - other)) / 2  # type: ignore[operator, arg-type, return-value, no-any-return]

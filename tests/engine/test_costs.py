@@ -1,0 +1,121 @@
+"""Predicted times: they grow with the work, scale with the card, and say where they come from."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnroute.engine.costs import cost_of
+from attnroute.engine.evaluate import Form, prepared
+from attnroute.engine.select import Judgement
+from attnroute.engine.work import work_of
+from attnroute.question.host import Host
+from attnroute.question.line import parse
+from attnroute.question.normalize import normalize
+from attnroute.question.policy import Policy
+from attnroute.tables.cards import peak_of
+from attnroute.tables.costs import costs_of
+from attnroute.tables.load import load
+from benchmarks import fit_costs, recorded
+
+TABLES = load()
+H200 = Host(arch="sm_90", device_name="NVIDIA H200", versions=recorded.records()[0].host.versions)
+MEASURED = [b for b in TABLES.backends if costs_of(TABLES, "sm_90", b) is not None]
+
+
+def predicted(backend, line, host=H200):
+    judgement = Judgement(prepared(TABLES, host)[backend], Form(normalize(parse(line))), Policy())
+    stages, costs = judgement.stages, costs_of(TABLES, host.arch, backend)
+    final = stages.evaluations[-1].form.call
+    return cost_of(
+        judgement.form.call, final, stages.repairs, stages.extra_bytes, costs, peak_of(TABLES, host)
+    )
+
+
+def work(line):
+    call = normalize(parse(line))
+    return work_of(call, call, (), 0)
+
+
+@pytest.mark.parametrize("backend", MEASURED)
+@pytest.mark.parametrize("phase", ["", " train"])
+@given(
+    batch=st.sampled_from([1, 3, 16]),
+    seqlen=st.integers(1, 20000),
+    width=st.sampled_from([32, 64, 80, 128, 256]),
+    mask=st.sampled_from(["", " causal", " window=127,0", " documents=x4"]),
+)
+def test_times_are_positive_and_finite(backend, phase, batch, seqlen, width, mask):
+    line = f"bf16 b{batch} hq8 hkv2 sq{seqlen} skv{seqlen} d{width}{mask}{phase}"
+    cost = predicted(backend, line)
+    if cost is not None:
+        assert 0 < cost.device_ms < math.inf
+        assert 0 < cost.host_ms < math.inf
+        assert cost.kind == "measured"
+        assert "H200" in cost.source
+
+
+@pytest.mark.parametrize("backend", MEASURED)
+def test_twice_the_batch_of_a_large_call_takes_about_twice_as_long(backend):
+    one, two = (predicted(backend, f"bf16 b{b} hq32 hkv8 sq4096 skv4096 d128 causal") for b in (4, 8))
+    assert 1.8 < two.device_ms / one.device_ms < 2.1
+
+
+@pytest.mark.parametrize("backend", ["fa3", "fa4", "flash", "flex"])
+def test_a_narrow_window_takes_a_fraction_of_causal(backend):
+    causal, window = (
+        predicted(backend, f"bf16 b1 hq32 hkv8 sq16384 skv16384 d128 {mask}")
+        for mask in ("causal", "window=127,0")
+    )
+    assert window.device_ms < 0.2 * causal.device_ms
+
+
+def test_a_mask_that_is_built_costs_what_it_writes_and_reads():
+    plain, masked = (
+        predicted("cudnn", f"bf16 b1 hq8 hkv8 sq8192 skv8192 d128{mask}") for mask in ("", " prefix")
+    )
+    assert masked.device_ms > 1.3 * plain.device_ms
+
+
+def test_documents_of_a_known_number_count_as_even_ones():
+    line = "bf16 b1 hq8 hkv8 sq4096 skv4096 d128 thd causal documents="
+    assert work(f"{line}x4") == work(f"{line}1024,1024,1024,1024")
+
+
+def test_padding_spares_a_part_of_the_keys():
+    plain, padded = (
+        work("bf16 b4 hq8 hkv8 sq1024 skv1024 d64"),
+        work("bf16 b4 hq8 hkv8 sq1024 skv1024 d64 keys"),
+    )
+    assert padded.flops == 0.75 * plain.flops
+
+
+@pytest.mark.parametrize("line", ["bf16 b0 hq8 hkv8 sq64 skv64 d64", "bf16 b1 hq8 hkv8 sq64 skv64 d1000"])
+def test_nothing_is_said_of_calls_without_work_or_of_larger_heads(line):
+    assert work(line) is None
+
+
+def test_a_card_with_a_quarter_of_the_rate_takes_about_four_times_as_long():
+    line = "bf16 b2 hq32 hkv32 sq8192 skv8192 d128"
+    slow = H200.model_copy(update={"device_name": "NVIDIA H20"})
+    ratio = predicted("fa3", line, slow).device_ms / predicted("fa3", line).device_ms
+    peaks = [peak_of(TABLES, host).tflops for host in (H200, slow)]
+    assert ratio == pytest.approx(peaks[0] / peaks[1], rel=0.2)
+
+
+def test_costs_of_another_architecture_are_inferred():
+    a100 = Host(arch="sm_80", device_name="NVIDIA A100-SXM4-80GB", versions=H200.versions)
+    cost = predicted("flash", "bf16 b2 hq32 hkv32 sq4096 skv4096 d128", a100)
+    assert cost.kind == "inferred"
+    assert cost.device_ms > predicted("flash", "bf16 b2 hq32 hkv32 sq4096 skv4096 d128").device_ms
+
+
+def test_the_files_are_what_is_fitted():
+    for backend, text, _ in fit_costs.tables():
+        path = TABLES.folders[0] / "sm_90" / "costs" / f"{backend}.toml"
+        assert fit_costs.is_like(path.read_text(encoding="utf-8"), text), (
+            f"run benchmarks.fit_costs: {backend}"
+        )
