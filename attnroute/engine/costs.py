@@ -9,7 +9,7 @@ hands over more slowly than the device runs it takes the host's time (`engine.ra
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from attnroute.engine.work import Work, work_of
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _GIGA_PER_MS = 1e6
 _TERA_PER_MS = 1e9
-Number = TypeVar("Number")
 
 
 class Cost(NamedTuple):
@@ -126,15 +125,15 @@ def rates_of(kernel: Kernel, work: Work, measured: Peak, peak: Peak) -> Rates | 
 
 def device_ms(work: Work, rates: Rates) -> float:
     """Return the time of one direction on the device in milliseconds; every number may be an array."""
-    blocks = work.blocks ** (1 - rates.packing) * work.blocks_packed**rates.packing
-    flops = work.flops ** (1 - rates.packing) * work.flops_packed**rates.packing
+    blocks: float = work.blocks ** (1 - rates.packing) * work.blocks_packed**rates.packing
+    flops: float = work.flops ** (1 - rates.packing) * work.flops_packed**rates.packing
     parts = blocks * _larger(work.keys / rates.split_keys, 1.0)
     filled = _larger(blocks, _smaller(parts, rates.sms))
     idle = rates.sms / filled
     multiplying = flops / (rates.tflops * _TERA_PER_MS) * (1 + rates.wave * idle)
     reading = work.bytes / (rates.gbs * _GIGA_PER_MS) * (1 + rates.idle * idle)
     reading += work.mask_bytes / (rates.mask_gbs * _GIGA_PER_MS)
-    kernel = rates.factor * (multiplying**2 + reading**2) ** 0.5
+    kernel: float = rates.factor * (multiplying**2 + reading**2) ** 0.5
     overhead = (rates.launch_us + rates.block_us * blocks / rates.sms + rates.repair_us * work.repairs) / 1e3
     return overhead + kernel + work.repair_bytes / (rates.repair_gbs * _GIGA_PER_MS)
 
@@ -144,10 +143,10 @@ def _host_us(host: HostTimes, given: Call, repairs: tuple[Repair, ...]) -> float
     return None if found is None else found + sum(host.repair_us.get(repair, 0.0) for repair in repairs)
 
 
-def _larger(one: Number, other: Number) -> Number:
+def _larger(one: float, other: float) -> float:
     """Return the larger of two numbers, or of each pair of two arrays."""
-    return (one + other + abs(one - other)) / 2  # type: ignore[operator, arg-type, return-value, no-any-return]
+    return (one + other + abs(one - other)) / 2
 
 
-def _smaller(one: Number, other: Number) -> Number:
-    return (one + other - abs(one - other)) / 2  # type: ignore[operator, arg-type, return-value, no-any-return]
+def _smaller(one: float, other: float) -> float:
+    return (one + other - abs(one - other)) / 2
