@@ -7,7 +7,7 @@ import pytest
 from attnroute.engine.classes import class_of
 from attnroute.engine.decide import decide
 from attnroute.engine.repairs import apply
-from attnroute.question.call import Call, Context
+from attnroute.question.call import Call, Context, Strides
 from attnroute.question.host import Host
 from attnroute.question.nodes import (
     AlibiBias,
@@ -29,6 +29,7 @@ CALL = Call(
     seqlen_kv=32,
     head_dim_qk=20,
     head_dim_v=24,
+    strides=Strides(tokens_contiguous=False),
 )
 SQUARE = CALL.with_(seqlen_q=32)
 PACKED = CALL.with_(batch=1, layout="thd")
@@ -47,6 +48,12 @@ H100 = Host(arch="sm_90", versions={"torch": "2.11.0+cu130", "cuda": "13.0", "cu
             SQUARE.with_(mask=(DocumentsNode(lengths=(20, 12)), CausalNode())),
             {"mask": (CausalNode(),), "layout": "thd"},
             2 * 32 * (8 + 4) * (20 + 24) * 2,
+        ),
+        (
+            "to_varlen",
+            SQUARE.with_(mask=(DocumentsNode(lengths=(20, 12)),), strides=Strides()),
+            {"mask": (), "layout": "thd"},
+            0,
         ),
         (
             "to_varlen",
