@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from attnroute.executors.chunked.plan import Geometry, Limits, make_plan
 from attnroute.masks.lowered.form import LoweredMask
 
 LENGTHS = st.integers(0, 90)
+LONG = st.integers(0, 20_000)
 EDGE = st.none() | st.integers(-60, 60)
 GEOMETRIES = st.builds(Geometry, st.integers(0, 5), st.integers(1, 6), st.integers(1, 9), LENGTHS, LENGTHS)
 
@@ -48,12 +50,44 @@ def test_no_tile_exceeds_the_budget_by_more_than_one_aligned_strip(shape, elemen
     assert units * made.block_q * shape.group * made.tile_keys <= max(elements, smallest)
 
 
-@given(shape=GEOMETRIES, tiling=st.sampled_from([plan.CPU, plan.ACCELERATOR]))
-def test_default_blocks_keep_to_their_bounds(shape, tiling):
-    size = plan.default_block_q(shape, tiling)
+@given(
+    shape=st.builds(Geometry, st.integers(0, 5), st.integers(1, 6), st.integers(1, 80), LONG, LONG),
+    limit=st.sampled_from([Limits(), Limits(band_hi=0)]),
+    tiling=st.sampled_from([plan.CPU, plan.ACCELERATOR]),
+)
+def test_default_blocks_keep_to_their_bounds(shape, limit, tiling):
+    size = plan.default_block_q(shape, limit, tiling)
+    made = make_plan(shape, limit, tiling)
     assert size % plan.KEY_ALIGN == 0
-    assert plan.KEY_ALIGN <= size <= tiling.max_block_q
-    assert size * shape.group <= max(plan.ROWS, plan.KEY_ALIGN * shape.group)
+    assert size >= plan.KEY_ALIGN
+    # Blocks are as long as each other, to the next multiple.
+    last = made.blocks[-1]
+    assert (last.i1 - last.i0) > made.block_q - plan.KEY_ALIGN * len(made.blocks)
+    if limit == Limits() and tiling.worth_a_block:
+        fits = shape.group * shape.seqlen_q * shape.seqlen_kv <= tiling.score_elements
+        assert not fits or len(made.blocks) == 1
+    else:
+        assert size <= tiling.max_block_q
+        assert size * shape.group <= max(plan.ROWS, plan.KEY_ALIGN * shape.group) or len(made.blocks) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "length", "limit", "blocks", "chunks"),
+    [
+        (1, 8, 1, 4096, Limits(), 1, 2),
+        (1, 1, 8, 4096, Limits(), 2, 1),
+        (16, 8, 4, 128, Limits(), 1, 1),
+        (1, 12, 1, 257, Limits(band_hi=0), 1, 1),
+        (1, 8, 1, 1024, Limits(band_hi=0), 1, 1),
+        (1, 8, 2, 4096, Limits(band_hi=0), 4, 1),
+        (1, 8, 2, 8192, Limits(band_hi=0), 8, 2),
+    ],
+)
+def test_an_accelerator_gets_few_blocks_where_they_save_little(
+    batch, heads, group, length, limit, blocks, chunks
+):
+    made = make_plan(Geometry(batch, heads, group, length, length), limit, plan.ACCELERATOR)
+    assert (len(made.blocks), len(made.chunks)) == (blocks, chunks)
 
 
 @given(data=st.data(), length=st.integers(1, 60))

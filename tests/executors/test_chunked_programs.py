@@ -233,7 +233,7 @@ def test_tiles_are_smaller_only_where_functions_tell_heads_or_rows_apart():
     tensors = Drawn(7, torch.float32).tensors((1, 4, 8, 8))
     plans = []
 
-    def recorded(_shape, _limits, tiling, _block_q):
+    def recorded(_shape, _limits, tiling, *_):
         plans.append(tiling)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -18,9 +18,10 @@ def tiling(score_elements, key_align=8):
     """Set the score budget and the alignment of key ranges; yields the plans that were made."""
     plans = []
 
-    def recorded(shape, limits, usual, block_q):
+    def recorded(shape, limits, usual, block_q, by_batch_row):
         small = usual._replace(score_elements=score_elements)
-        plans.append(chunked_plan.make_plan(shape, limits, small, block_q))
+        plan = chunked_plan.make_plan(shape, limits, small, block_q, by_batch_row=by_batch_row)
+        plans.append(plan)
         return plans[-1]
 
     with (
@@ -32,7 +33,7 @@ def tiling(score_elements, key_align=8):
 
 def budget(score_elements):
     """Return a tiling with this many scores and blocks of up to 64 queries."""
-    return Tiling(score_elements, 16, 64)
+    return Tiling(score_elements, 16, 64, worth_a_block=0)
 
 
 class Largest(TorchDispatchMode):

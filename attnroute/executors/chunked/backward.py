@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnroute.executors.chunked.buffers import Buffers
-from attnroute.executors.chunked.call import Call, Saved, matmul_into
+from attnroute.executors.chunked.call import Call, Saved, copy_block, matmul_into
 from attnroute.executors.chunked.steps_eager import NEG_INF, finite_shift
 from attnroute.executors.chunked.tile import Tile, cut
 
@@ -109,7 +109,7 @@ class _Backward:
                 grad_query = self._buffers.rows("grad_query", dtype, target)
             self._run_block(chunk, block, pass_, (query, grad_out), rows, grad_query)
             if target is not None and place is None and grad_query is not None:
-                target.copy_(grad_query.view(target.shape))
+                copy_block(target, grad_query.view(target.shape))
         self._store(self._key, pass_.grad_key, chunk)
         self._store(self._value, pass_.grad_value, chunk)
 
@@ -132,7 +132,7 @@ class _Backward:
         if full is not None and sums is not None:
             part = self._call.part(full, chunk)
             if part.data_ptr() != sums.data_ptr():
-                part.copy_(sums.view(part.shape))
+                copy_block(part, sums.view(part.shape))
 
     def _run_block(
         self,

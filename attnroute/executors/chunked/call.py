@@ -28,6 +28,14 @@ older than Ampere, so the list is closed and no new architecture is added here. 
 because it refuses no call: on these cards the same steps run as operators of torch."""
 
 
+LARGE_COPY: Final = 2**20
+"""Fewest elements whose copy takes a GPU longer than the host takes to find a faster way."""
+
+LARGE_ROW: Final = 2**26
+"""Fewest bytes of keys or values of one batch row whose copy takes a GPU about as long as a tile of its own
+takes the host to launch."""
+
+
 class Steps(NamedTuple):
     """The elementwise steps; see `steps_eager` for what each must do.
 
@@ -120,6 +128,7 @@ class Call:
         shape = Geometry(query.shape[0], heads_kv, group, query.shape[2], key.shape[2])
         wide = spec.score_mod is not None or (spec.program is not None and is_wide(spec.program))
         tiling = tiling_for(query.device.type, wide_functions=wide)
+        by_row = any(_costs_a_copy(t) for t in (key, value))
         return cls(
             query=query,
             key=key,
@@ -127,7 +136,7 @@ class Call:
             extras=extras,
             spec=spec,
             shape=shape,
-            plan=planned(shape, spec.limits, tiling, spec.block_q),
+            plan=planned(shape, spec.limits, tiling, spec.block_q, by_row),
             steps=steps_for(query),
             score_dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
             operand_dtype=_operand_dtype(query),
@@ -201,14 +210,46 @@ class Call:
         return self._operand(self.part(tensor, chunk), (chunk.units, *tensor.shape[2:]))
 
     def _operand(self, part: Tensor, size: tuple[int, ...]) -> Tensor:
-        rows = part.to(self.operand_dtype).reshape(size)
+        wide = part.to(self.operand_dtype)
+        words = None if wide.is_contiguous() else _in_words(wide)
+        if words is not None:
+            return words.reshape(*size[:-1], words.shape[-1]).view(wide.dtype)
+        rows = wide.reshape(size)
         return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 @cached(64)
-def planned(shape: Geometry, limits: Limits, tiling: Tiling, block_q: int | None) -> Plan:
+def planned(shape: Geometry, limits: Limits, tiling: Tiling, block_q: int | None, by_batch_row: bool) -> Plan:
     """Return the tiles of a call, which those of one size share."""
-    return make_plan(shape, limits, tiling, block_q)
+    return make_plan(shape, limits, tiling, block_q, by_batch_row=by_batch_row)
+
+
+def copy_block(target: Tensor, source: Tensor) -> None:
+    """Copy what may lie otherwise in memory, or have another dtype."""
+    if target.dtype == source.dtype:
+        to, of = _in_words(target), _in_words(source)
+        if to is not None and of is not None:
+            target, source = to, of
+    target.copy_(source)
+
+
+def _in_words(tensor: Tensor) -> Tensor | None:
+    """View a large tensor as int64, which is copied faster: torch copies strided memory by elements."""
+    if tensor.numel() < LARGE_COPY:
+        return None
+    each, strides = 8 // tensor.element_size(), tensor.stride()
+    whole = tensor.shape[-1] % each == 0 and all(step % each == 0 for step in strides[:-1])
+    return tensor.view(torch.int64) if whole and strides[-1] == 1 and tensor.data_ptr() % 8 == 0 else None
+
+
+def _costs_a_copy(tensor: Tensor) -> bool:
+    """Return whether one matmul for all batch rows would need a copy of keys or values, and a long one.
+
+    No single stride leads from a head to the next where tokens lie outermost in memory.
+    """
+    batch, heads, length, dim = tensor.shape
+    apart = min(batch, heads) > 1 and tensor.stride(0) != heads * tensor.stride(1)
+    return apart and heads * length * dim * tensor.element_size() >= LARGE_ROW
 
 
 def matmuls_of(query: Tensor) -> AbstractContextManager[None]:

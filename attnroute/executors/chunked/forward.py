@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnroute.executors.chunked.buffers import Buffers
-from attnroute.executors.chunked.call import Call, Saved, matmul_into
+from attnroute.executors.chunked.call import Call, Saved, copy_block, matmul_into
 from attnroute.executors.chunked.steps_eager import start_rows
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class _Forward:
             if not divide:
                 torch.div(total.view(out.shape), rows[..., 1:], out=out)
             elif place is None:
-                out.copy_(total.view(out.shape))
+                copy_block(out, total.view(out.shape))
 
     def _attend(
         self,

@@ -83,12 +83,14 @@ def attend(
     with 16-bit inputs up to 384 MiB forward and 768 MiB backward, whatever the call (a sixteenth on the CPU).
     Weights that stay on the CPU are at most 2 Mi scores in three tensors (`whole.WHOLE`).
     Where functions differ between heads or batch rows, tiles are a quarter of that, since each tensor that a
-    function makes may be as large as a tile. The rest are the float32 gradients of the key heads in work,
-    and copies of one chunk's keys, values and query blocks where strides or shared key heads need them.
+    function makes may be as large as a tile. The rest are the float32 gradients of the key heads in work
+    where there is more than one block, and copies of one chunk's keys, values and query blocks where strides
+    or shared key heads need them.
 
-    Block sizes: a quarter of the queries, at least 256 and at most 1024 (64 and 256 on the CPU, where small
-    calls are one block), against all keys that the mask leaves them, in several tiles where those would hold
-    more than 64 Mi scores (4 Mi).
+    Block sizes: all queries where no band or documents mask any and a tile holds them; else a quarter of the
+    queries, more in calls of less than 32 Mi scores, at least 256 and at most 1024 (64 and 256 on the CPU,
+    where small calls are one block). They are computed against all keys that the mask leaves them, in several
+    tiles where those would hold more than 64 Mi scores (4 Mi). What bounds each direction: docs/backends.md.
     On an H100 (bfloat16, causal, training, head_dim 320 and 512, 4096 to 16384 tokens) that beat blocks of
     256 and 512 queries, and tiles of 16 and 32 Mi, by 5 to 15 % of the device's time and by more of the
     host's; 32 Mi would save 0.4 GiB at 8192 tokens. Training takes 0.14 to 0.33 of the time of EFFICIENT
