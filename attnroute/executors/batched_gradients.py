@@ -18,6 +18,7 @@ from torch import Tensor
 from attnroute.masks.tracing import innermost_transform, is_wrapped
 
 _functorch = torch._C._functorch
+_is_batchedtensor, _is_legacy_batchedtensor = _functorch.is_batchedtensor, _functorch.is_legacy_batchedtensor
 _LEVELS: Final = 64
 """Nested vmaps that torch allows (BatchedTensorImpl.h, kVmapNumLevels)."""
 
@@ -43,7 +44,10 @@ def in_turn(backward: Callable[..., Gradients], *grads: Tensor) -> Gradients:
         backward: Takes the gradients of one sample and returns those of the inputs.
         *grads: The gradients, batched or not.
     """
-    samples = _samples_of(grads)
+    samples = None
+    for grad in grads:
+        if _is_batchedtensor(grad) or _is_legacy_batchedtensor(grad):
+            samples = _samples_of(grads)
     if samples is None:
         return backward(*grads) if not _is_in_vmap() else _outside(backward, grads)
     number = next(t.shape[0] for t in samples.unwrapped if t is not None)
@@ -65,20 +69,17 @@ def in_turn(backward: Callable[..., Gradients], *grads: Tensor) -> Gradients:
 
 def is_batched(grad: Tensor) -> bool:
     """Return whether a gradient is batched, or belongs to another functorch transform."""
-    return is_wrapped(grad) or bool(_functorch.is_legacy_batchedtensor(grad))
+    return is_wrapped(grad) or bool(_is_legacy_batchedtensor(grad))
 
 
-def _samples_of(grads: tuple[Tensor, ...]) -> _Samples | None:
-    if any(_functorch.is_batchedtensor(grad) for grad in grads):
-        return _of_functorch(grads)
-    if any(_functorch.is_legacy_batchedtensor(grad) for grad in grads):
-        return _of_autograd(grads)
-    return None
+def _samples_of(grads: tuple[Tensor, ...]) -> _Samples:
+    """Take one level apart of gradients of which some are batched."""
+    return _of_functorch(grads) if any(map(_is_batchedtensor, grads)) else _of_autograd(grads)
 
 
 def _of_functorch(grads: tuple[Tensor, ...]) -> _Samples:
     """Take the outermost level apart, of which `torch.func.vmap` makes a tensor."""
-    levels = [_functorch.maybe_get_level(grad) if _functorch.is_batchedtensor(grad) else 0 for grad in grads]
+    levels = [_functorch.maybe_get_level(grad) if _is_batchedtensor(grad) else 0 for grad in grads]
     level = max(levels)
     unwrapped: list[Tensor | None] = []
     for grad, own in zip(grads, levels, strict=True):
@@ -99,9 +100,9 @@ def _of_autograd(grads: tuple[Tensor, ...]) -> _Samples:
 
 def _is_of(grad: Tensor, level: int) -> bool:
     """Return whether a tensor stands for samples at a level; only taking them out tells."""
-    if not _functorch.is_legacy_batchedtensor(grad):
+    if not _is_legacy_batchedtensor(grad):
         return False
-    return not _functorch.is_legacy_batchedtensor(torch._remove_batch_dim(grad, level, 1, 0))
+    return not _is_legacy_batchedtensor(torch._remove_batch_dim(grad, level, 1, 0))
 
 
 def _is_in_vmap() -> bool:

@@ -26,13 +26,15 @@ SETTINGS = ("softmax_scale", "is_causal", "window_size_left", "window_size_right
 class Operator:
     """One operator of a build: calls are held against its schema and kept."""
 
-    def __init__(self, name, signature, run, calls):
+    def __init__(self, name, signature, run, calls, returned):
         self._name, self._signature, self._run, self._calls = name, signature, run, calls
         arguments = [
             SimpleNamespace(name=p.name, has_default_value=lambda p=p: p.default is not p.empty)
             for p in signature.parameters.values()
         ]
-        self.default = SimpleNamespace(_schema=SimpleNamespace(arguments=arguments))
+        self.default = SimpleNamespace(
+            _schema=SimpleNamespace(arguments=arguments, returns=[None] * returned)
+        )
 
     def __call__(self, *args, **given):
         given = self._signature.bind(*args, **given).arguments
@@ -49,8 +51,10 @@ class Operators:
     def __init__(self, build):
         self.build = build
         self.calls = []
-        self.fwd = Operator("fwd", RECORDED[build]["fwd"], self._forward, self.calls)
-        self.bwd = Operator("bwd", RECORDED[build]["bwd"], self._backward, self.calls)
+        self.makes_gradients = build.startswith("xformers")
+        returned = 8 if self.makes_gradients else 5
+        self.fwd = Operator("fwd", RECORDED[build]["fwd"], self._forward, self.calls, 4)
+        self.bwd = Operator("bwd", RECORDED[build]["bwd"], self._backward, self.calls, returned)
 
     def _forward(self, given):
         attention, tensors, cuts = _read(given)
@@ -68,11 +72,14 @@ class Operators:
             grads = attention.backward(*tensors, *read)
         else:
             grads = ragged_backward(attention, tensors, *read, cuts)
-        made = [given[n] for n in ("dq", "dk", "dv")]
+        made = [given[n] for n in ("dq", "dk", "dv") if n in given]
+        if not made:
+            assert self.makes_gradients, "nobody would see them"
+            made = [torch.empty_like(t) for t in tensors]
         for place, grad in zip(made, grads, strict=True):
             assert place.is_contiguous()
             place.copy_(torch.where(grad.isnan(), place.double(), grad))
-        return (*made, *[lse] * 5) if self.build == BUILDS[2] else (lse,) * 5
+        return (*made, *[lse] * 5) if self.makes_gradients else (lse,) * 5
 
 
 def _read(given):

@@ -47,28 +47,30 @@ class _Kernel:
         given = _sequences(request)
         if request.sink is not None:
             given["sinks"] = request.sink.float()
-        query, key, value = (_heads_first(request, t) for t in request[:3])
         # The operator has an autograd layer of Python, which records nothing here and costs the host time.
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = run(query, key, value, **given)
+            out, lse = run(*_heads_first(request, *request[:3]), **given)
         if not request.is_ragged:
-            return Launched(to_bhsd(request, out), lse.squeeze(-1))
+            (out,) = _heads_first(request, out)
+            return Launched(out, lse.squeeze(-1))
         return zero_unattended_rows(request, Launched(out, lse.squeeze(-1).T))
 
     def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch `cudnn::sdpa_bwd`, which makes its weights from the log-sum-exp and so needs no sink."""
         lse = without_minus_infinity(request, result.lse)
         run = _bound("sdpa_bwd", request.is_ragged, request.numbers)
-        read = (_heads_first(request, t) for t in (grad_out, *request[:3], result.out))
+        read = _heads_first(request, grad_out, *request[:3], result.out)
         made = run(*read, _rows(request, lse), **_sequences(request))
-        query, key, value = (_heads_first(request, g) for g in made)
+        query, key, value = _heads_first(request, *made)
         grads = Gradients(query, key, value, sink_gradient(request, result.out, lse, grad_out))
         return zero_unattended_gradients(request, grads) if request.is_ragged else grads
 
 
-def _heads_first(request: Request, tensor: Tensor) -> Tensor:
-    """Return a padded batch in layout bhsd, which is its own inverse."""
-    return tensor if request.is_ragged else to_bhsd(request, tensor)
+def _heads_first(request: Request, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors of a padded batch in layout bhsd, which is its own inverse."""
+    if request.is_ragged or request.heads_first:
+        return tensors
+    return tuple(to_bhsd(request, t) for t in tensors)
 
 
 def _rows(request: Request, lse: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from attnroute.executors.packages.request import (
     Launched,
     Request,
     in_batch,
-    laid_out,
     packed,
     packed_lse,
     padded,
@@ -111,11 +110,11 @@ class External:
             request = request_of(inputs, plan, in_graph=True)
             out, lse, _ = self._forward(*request)
         elif plan.training:
-            # Inputs of the autograd function are the call's own tensors: views that autograd knows cost more.
-            with torch.no_grad():
-                request = self._request_of(inputs, plan)
-            tensors = (inputs.query, inputs.key, inputs.value, inputs.sink)
-            out, lse = _Eager.apply(self, request, *tensors)  # type: ignore[no-untyped-call]
+            request = self._request_of(inputs, plan)
+            # The tensors that get gradients are arguments of their own, which autograd looks at one by one.
+            tensors = (request.query, request.key, request.value, request.sink)
+            made = _Eager.apply(self, request, plan.return_lse, *tensors)  # type: ignore[no-untyped-call]
+            out, lse = made if plan.return_lse else (made, made)
         else:
             request = self._request_of(inputs, plan)
             out, lse, _ = self._launch_forward(request, reads_lse=plan.return_lse)
@@ -239,35 +238,43 @@ class External:
 
 
 class _Eager(torch.autograd.Function):
-    """The launches with autograd around them, without an operator."""
+    """The launches with autograd around them, without an operator.
+
+    A backward runs in a thread of autograd, where each operator that Python calls costs several times as
+    much: views of inputs and gradients are left to autograd's own nodes.
+    """
 
     @staticmethod
-    def forward(ctx: Any, external: External, request: Request, *given: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        external: External,
+        request: Request,
+        returns_lse: bool,
+        *_: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         result = external._launch_forward(request)
         ctx.external, ctx.numbers = external, request.numbers
-        # Saved are the inputs and no views of them: of those autograd says less clearly that they changed.
-        ctx.save_for_backward(*result, *given[:3], *request[3:TENSORS])
+        ctx.save_for_backward(*result, *request[:TENSORS])
+        # Zeros would be made for the log-sum-exp, whose gradient nobody takes.
+        ctx.set_materialize_grads(False)
+        if not returns_lse:
+            return result.out
         ctx.mark_non_differentiable(result.lse)
         return result.out, result.lse
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        out, lse, state, query, key, value, *rest = ctx.saved_tensors
-        is_ragged, heads_first = rest[0] is not None, ctx.numbers[-1]
-        views: list[Any] = [
-            laid_out(t, is_ragged=is_ragged, heads_first=heads_first) for t in (query, key, value)
-        ]
-        request = Request(*views, *rest, *ctx.numbers)
-
-        def of_sample(grad: Tensor) -> Gradients:
-            grads = ctx.external._launch_backward(grad, Launched(out, lse, state), request)
-            return in_batch(request, grads, query.shape[0])
-
-        *grads, sink = in_turn(of_sample, grad_out)
+    def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad_out is None:
+            return (None,) * len(ctx.needs_input_grad)
+        out, lse, state, *saved = ctx.saved_tensors
+        request, result = Request(*saved, *ctx.numbers), Launched(out, lse, state)
+        query, key, value, sink = in_turn(
+            lambda grad: ctx.external._launch_backward(grad, result, request), grad_out
+        )
         if sink is None or request.sink is None or not ctx.needs_input_grad[-1]:
-            return None, None, *grads, None
-        return None, None, *grads, sink.to(request.sink.dtype)
+            return None, None, None, query, key, value, None
+        return None, None, None, query, key, value, sink.to(request.sink.dtype)
 
 
 def _each(

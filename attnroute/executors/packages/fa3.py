@@ -28,6 +28,7 @@ _TENSORS = {
     "bwd": ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"),
 }
 """The first arguments of each operator, in their order in every build."""
+_WITHOUT_GRADIENTS = 5
 _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
@@ -63,6 +64,15 @@ def _arguments(operator: str) -> dict[str, bool]:
     return {a.name: not a.has_default_value() for a in schema.arguments}
 
 
+@cached(1, INSTALLED)
+def _makes_gradients() -> bool:
+    """Return whether the backward makes gradients in the memory layout of the inputs, and returns them first.
+
+    Builds whose backward returns five tensors do not return those that it was given.
+    """
+    return len(_operators().bwd.default._schema.returns) > _WITHOUT_GRADIENTS
+
+
 class _Kernel:
     """Both operators on one request. A row with no key has -inf for its log-sum-exp."""
 
@@ -77,11 +87,15 @@ class _Kernel:
 
     def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch the backward, which writes no gradient of keys that are not in use."""
+        query, key, value, *_ = request
+        run = _bound("bwd", request.is_ragged, request.numbers)
+        given = (readable(grad_out), query, key, value, readable(result.out), result.lse.contiguous())
+        if _makes_gradients() and query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
+            made = run(*given, **_sequences(request))
+            return Gradients(made[0], made[1], made[2])
         make = torch.empty_like if request.used_kv is None else torch.zeros_like
         grads = Gradients(*[make(t, memory_format=torch.contiguous_format) for t in request[:3]])
-        run = _bound("bwd", request.is_ragged, request.numbers)
-        read = (readable(result.out), result.lse.contiguous())
-        run(readable(grad_out), *request[:3], *read, *grads[:3], **_sequences(request))
+        run(*given, *grads[:3], **_sequences(request))
         return grads
 
 

@@ -80,6 +80,7 @@ def _opened(side: int | None, reach: int) -> int:
 def readable(tensor: Tensor) -> Tensor:
     """Return a gradient or an output, whose strides may be any, as 16-byte loads can read it."""
     *rows, last = tensor.stride()
-    if last == 1 and not any(s % _ALIGNED for s in rows) and tensor.data_ptr() % _ALIGNED_BYTES == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    fits = last == 1 and tensor.data_ptr() % _ALIGNED_BYTES == 0
+    for stride in rows:
+        fits = fits and stride % _ALIGNED == 0
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)

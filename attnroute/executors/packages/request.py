@@ -156,16 +156,22 @@ def request_of(
     left, right = ragged.window_sizes(inputs)
     if scale is None:
         scale = query.shape[3] ** -0.5
-    sums_q = sums_kv = used = step = None
+    sums_q = sums_kv = used = None
     longest_q, longest_kv = query.shape[2], key.shape[2]
-    is_ragged = "to_varlen" in repairs
-    if is_ragged:
+    if "to_varlen" in repairs:
         found = ragged.rows_of(inputs, training=plan.training, in_place=in_place)
         (sums_q, sums_kv, used), longest_q, longest_kv, step = found
+        query, key, value = (
+            ragged.tokens_of(query),
+            ragged.tokens_of(key, step),
+            ragged.tokens_of(value, step),
+        )
+    elif not heads_first:
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     return Request(
-        laid_out(query, is_ragged=is_ragged, heads_first=heads_first),
-        laid_out(key, is_ragged=is_ragged, heads_first=heads_first, step=step),
-        laid_out(value, is_ragged=is_ragged, heads_first=heads_first, step=step),
+        query,
+        key,
+        value,
         sums_q,
         sums_kv,
         used,
@@ -184,13 +190,6 @@ def request_of(
         ",".join([f"{name}={value}" for name, value in plan.options]) if plan.options else "",
         heads_first,
     )
-
-
-def laid_out(tensor: Tensor, *, is_ragged: bool, heads_first: bool, step: int | None = None) -> Tensor:
-    """Return a tensor in layout bhsd as a request has it."""
-    if is_ragged:
-        return ragged.tokens_of(tensor, step)
-    return tensor if heads_first else tensor.transpose(1, 2)
 
 
 def to_bhsd(request: Request, tensor: Tensor) -> Tensor:
