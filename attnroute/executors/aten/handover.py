@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnroute.executors.aten.operators import attn_of, is_causal
+from attnroute.executors.aten.operators import is_causal
 from attnroute.executors.strides import Fit
-from attnroute.masks.lowered.form import as_4d
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +29,8 @@ _SWITCHES: Final[tuple[Callable[[], object], ...]] = tuple(
     if name == "_get_sdp_priority_order" or (name.startswith("_get_") and name.endswith("_sdp_enabled"))
 )
 """What `sdpa_kernel` and `torch.backends.cuda` set; versions of torch have more or fewer."""
+_DIMS: Final = (2, 4)
+"""Of masks that torch's function takes."""
 
 
 def handed_over(choice: SDPBackend, *, as_output: bool = False) -> Bind:
@@ -41,28 +42,30 @@ def handed_over(choice: SDPBackend, *, as_output: bool = False) -> Bind:
     """
 
     def bind(inputs: Inputs, plan: Plan) -> Bound | None:
-        causal = is_causal(inputs)
+        causal, attn = is_causal(inputs), inputs.attn
         if causal and (inputs.mask.band_lo is not None or inputs.mask.band_hi != 0):
             return None
-        gqa = inputs.query.shape[1] != inputs.key.shape[1]
-        scale, dropout_p, known = inputs.scale, inputs.dropout_p, tuple(map(call, _SWITCHES))
-        tensors = (inputs.query, inputs.key, inputs.value)
-        rest = (attn_of(inputs), dropout_p, causal)
-        # Each argument by name that torch must read costs the host more than it looks.
-        named: dict[str, Any] = {
-            **({} if scale is None else {"scale": scale}),
-            **({"enable_gqa": True} if gqa else {}),
-        }
-        if torch._fused_sdp_choice(*tensors, *rest, **named) != choice.value:
+        if attn is not None and attn.dim() not in _DIMS:
+            return None
+        tensors, known = (inputs.query, inputs.key, inputs.value), tuple(map(call, _SWITCHES))
+        # Each argument that torch must read costs the host more than it looks.
+        named: dict[str, Any] = {"is_causal": True} if causal else {}
+        if inputs.dropout_p:
+            named["dropout_p"] = inputs.dropout_p
+        if inputs.scale is not None:
+            named["scale"] = inputs.scale
+        if inputs.query.shape[1] != inputs.key.shape[1]:
+            named["enable_gqa"] = True
+        if torch._fused_sdp_choice(*tensors, attn, **named) != choice.value:
             return None
         watches = plan.training and plan.device_type != "cpu"
 
         def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
             if tuple(map(call, _SWITCHES)) != known:
                 return None
-            if attn is not None:
-                attn = as_4d(attn)
-            out: Tensor = _attention(query, key, value, attn, dropout_p, causal, **named)
+            out: Tensor = (
+                _attention(query, key, value, attn, **named) if named else _attention(query, key, value, attn)
+            )
             if watches:
                 out.register_hook(Fit(out.stride(), as_output=as_output))
             return out

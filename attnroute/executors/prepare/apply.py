@@ -19,6 +19,7 @@ from attnroute.executors.prepare.pieces import BATCH, HEADS, pieces
 from attnroute.executors.prepare.sink import run_with_sink
 from attnroute.executors.protocol import Bound, Executor, Inputs, Output, Plan
 from attnroute.executors.strides import is_packed
+from attnroute.masks.kept import Keeper
 from attnroute.masks.lowered.dense import additive, build, empty_rows
 from attnroute.masks.lowered.form import Extent, LoweredMask
 from attnroute.masks.tracing import address, is_tracing
@@ -35,8 +36,8 @@ BAND_LIMIT_BYTES: Final = 64 * 2**20
 
 _DENSE = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
 _ADDITIVE = frozenset({"cast_mask", "cast_bias", "align_bias"})
-_OF_MASKS = frozenset({"materialize_mask", "cast_mask", "zero_empty_rows"})
-"""Repairs whose work is the same in each call with one mask."""
+_OF_MASKS = frozenset({"materialize_mask", "cast_mask", "zero_empty_rows", "clear_left_out"})
+"""Repairs that need nothing but what is made once for each mask."""
 
 
 def run_repaired(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
@@ -87,17 +88,22 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     if executor.bind is None or plan.return_lse or not repairs <= _OF_MASKS:
         return None
     prepares = bool(repairs & _DENSE) and not (inputs.mask.is_full and inputs.bias is None)
-    attn = _dense(inputs, repairs) if prepares else _as_given(inputs)
-    own = attn is not None and (prepares or not isinstance(given, Tensor))
-    if attn is not None and (attn.requires_grad or (own and (inputs.bias is not None or not prepares))):
+    if prepares and not _is_kept(inputs):
         return None
-    run = executor.bind(replace(inputs, attn=attn), plan)
+    attn = _dense(inputs, repairs) if prepares else _as_given(inputs)
+    if attn is not None and (attn.requires_grad or not (prepares or isinstance(given, Tensor))):
+        return None
+    inputs = replace(inputs, attn=attn)
+    _prepare_qkv(inputs, repairs)
+    run = executor.bind(inputs, plan)
     if run is None:
         return None
+    if "clear_left_out" in repairs and inputs.mask.key_keep is not None:
+        run = _with_cleared(run, weakref.ref(_left_out(inputs)))
     if attn is not None and "zero_empty_rows" in repairs:
-        run = _with_zeros(run, weakref.ref(_empty_rows(replace(inputs, attn=attn), repairs)))
-    if own:
-        return _with(run, weakref.ref(cast("Tensor", attn)))
+        run = _with_zeros(run, weakref.ref(_empty_rows(inputs, repairs)))
+    if attn is not None and prepares:
+        return _with(run, weakref.ref(attn))
     return run if attn is not None or given is None else _without(run)
 
 
@@ -114,6 +120,18 @@ def _with(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
 def _without(run: Bound) -> Bound:
     """Give a kernel no mask, where that was recognized as one that it has an argument for."""
     return lambda query, key, value, _: run(query, key, value, None)
+
+
+def _with_cleared(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
+    """Put zeros where no query attends, for as long as it is kept where that is."""
+
+    def with_cleared(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
+        left_out = kept()
+        if left_out is None:
+            return None
+        return run(query, key.masked_fill(left_out, 0), value.masked_fill(left_out, 0), attn)
+
+    return with_cleared
 
 
 def _with_zeros(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
@@ -134,6 +152,18 @@ def _empty_rows(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
         return empty_rows(attn)
     what = ("empty rows", *_of_mask(inputs, repairs))
     return inputs.keeper.keep(what, lambda: empty_rows(attn))
+
+
+def _left_out(inputs: Inputs) -> Tensor:
+    """Return which keys no query attends, (batch or 1, 1, seqlen_kv, 1), made once for each mask."""
+    keep = cast("Tensor", inputs.mask.key_keep)
+
+    def make() -> Tensor:
+        return ~keep[:, None, :, None]
+
+    if inputs.keeper is None:
+        return make()
+    return inputs.keeper.keep(("left out", *_of_mask(inputs, frozenset())), make)
 
 
 def _of_mask(inputs: Inputs, repairs: frozenset[str]) -> tuple[object, ...]:
@@ -185,16 +215,29 @@ def _dense(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
             return allowed
         return additive(allowed, inputs.bias, query.dtype)
 
-    if is_tracing():
+    if is_tracing() or not _is_kept(inputs):
         return make()
-    size = extent.seqlen_q * extent.seqlen_kv * query.element_size()
-    if inputs.bias is None and inputs.mask.is_band_only and size <= BAND_LIMIT_BYTES:
+    if _is_small_band(inputs):
         return _band(inputs.mask, extent, query.dtype if as_bias else torch.bool)
-    if inputs.bias is not None or inputs.keeper is None:
-        return make()
-    if size * (inputs.mask.dense.shape[0] if inputs.mask.dense is not None else 1) > PREPARED_LIMIT_BYTES:
-        return make()
-    return inputs.keeper.keep(("dense", *_of_mask(inputs, repairs)), make)
+    return cast("Keeper", inputs.keeper).keep(("dense", *_of_mask(inputs, repairs)), make)
+
+
+def _is_kept(inputs: Inputs) -> bool:
+    """Return whether what is prepared from the mask is kept: not with a bias, and not where it is large."""
+    if inputs.bias is not None:
+        return False
+    rows = inputs.mask.dense.shape[0] if inputs.mask.dense is not None else 1
+    is_small = _bytes(inputs) * rows <= PREPARED_LIMIT_BYTES
+    return _is_small_band(inputs) or (inputs.keeper is not None and is_small)
+
+
+def _is_small_band(inputs: Inputs) -> bool:
+    return inputs.mask.is_band_only and _bytes(inputs) <= BAND_LIMIT_BYTES
+
+
+def _bytes(inputs: Inputs) -> int:
+    """Return what a mask of one batch row and head takes."""
+    return inputs.query.shape[2] * inputs.key.shape[2] * inputs.query.element_size()
 
 
 @cached(BANDS_KEPT)

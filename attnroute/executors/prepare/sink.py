@@ -86,17 +86,26 @@ def run_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
         return out, lse
     out, lse = executor.run(inputs, _with_lse(plan))
     lse = cast("Tensor", lse)
-    out = shrunk(out, lse, sink)
+    out = shrunk(out, lse, sink, may_be_empty=_may_be_empty(inputs))
     return out, total(lse, sink) if plan.return_lse else None
 
 
-def shrunk(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+def shrunk(out: Tensor, lse: Tensor, sink: Tensor, *, may_be_empty: bool = True) -> Tensor:
     """Return `out`, whose memory is new, times the share that the keys keep.
 
     In a row with no key the sink has everything; if it is -inf as well, the difference is NaN.
     """
-    share = torch.sigmoid(lse - sink.to(lse.dtype)[:, None]).nan_to_num_(0.0)
-    return out.mul_(share[..., None])
+    share = (lse - sink.to(lse.dtype).unsqueeze(1)).sigmoid_()
+    if may_be_empty:
+        share.nan_to_num_(0.0)
+    return out.mul_(share.unsqueeze(-1))
+
+
+def _may_be_empty(inputs: Inputs) -> bool:
+    """Return whether a query may have no key: not without a mask, nor beside one from the top left."""
+    mask = inputs.mask
+    from_top_left = mask.is_band_only and mask.band_lo is None and mask.band_hi in (None, 0)
+    return inputs.attn is not None or inputs.key.shape[2] == 0 or not from_top_left
 
 
 def total(lse: Tensor, sink: Tensor) -> Tensor:
