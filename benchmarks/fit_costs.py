@@ -16,7 +16,7 @@ import json
 import math
 import re
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any, Final, NamedTuple, get_args
@@ -60,6 +60,12 @@ OUTLIER: Final = 0.15
 """From this error on a call counts less."""
 NEAR: Final = 0.05
 """Relative difference of two fits to the same records."""
+FEW: Final = 3
+"""Calls with a repair without which nothing is said of what it takes."""
+IN_STEPS: Final = frozenset({"chunked"})
+"""Backends whose host launches a kernel for each part of the scores."""
+PASSES: Final = 40
+"""How often each number of the host is set in turn."""
 FEWEST: Final = 8
 """Calls without which nothing is fitted."""
 
@@ -78,8 +84,8 @@ class Sample(NamedTuple):
 
     training: bool
     repairs: tuple[str, ...]
+    scores: float
     us: float
-    is_fit: bool
 
 
 class Fitted(NamedTuple):
@@ -122,8 +128,10 @@ def _points_of(record: Record, hosts: dict[str, list[Sample]]) -> Iterator[tuple
         is_fit = record.part == "fit"
         forward = "forward_few" if work.is_few else "forward"
         yield backend, forward, Point(work, time.forward_ms, is_fit, record.id)
-        host = (time.forward_host_us or 0.0) + (time.backward_host_us or 0.0)
-        hosts[backend].append(Sample(given.phase == "training", judgement.repairs, host, is_fit))
+        if is_fit:
+            host = (time.forward_host_us or 0.0) + (time.backward_host_us or 0.0)
+            scores = given.batch * given.num_heads_q * given.seqlen_q * given.seqlen_kv / 2**20
+            hosts[backend].append(Sample(given.phase == "training", judgement.repairs, scores, host))
         if time.backward_ms is not None:
             yield backend, "backward", Point(work, time.backward_ms, is_fit, record.id)
 
@@ -242,20 +250,34 @@ def fitted(points: list[Point]) -> Fitted | None:
     )
 
 
-def hosts_of(samples: list[Sample]) -> dict[str, Any]:
-    """Return the host's times: medians of calls without repairs, and what each repair adds to them."""
-    found: dict[str, Any] = {}
-    for training, name in ((False, "forward_us"), (True, "training_us")):
-        plain = [s.us for s in samples if s.training == training and not s.repairs and s.is_fit]
-        if plain:
-            found[name] = _rounded(median(plain))
-    added: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        base = found.get("training_us" if sample.training else "forward_us")
-        if base is not None and len(sample.repairs) == 1 and sample.is_fit:
-            added[sample.repairs[0]].append(sample.us - base)
-    found["repair_us"] = {r: _rounded(max(0.0, median(us))) for r, us in sorted(added.items())}
-    return found
+def hosts_of(samples: list[Sample], *, in_steps: bool) -> dict[str, Any]:
+    """Return the host's times: what makes the sum of absolute errors least, number after number."""
+    repairs = [r for r, count in Counter(r for s in samples for r in s.repairs).items() if count >= FEW]
+    names = ["forward_us", "training_us", "scores_us", *sorted(repairs)]
+    columns = np.array(
+        [
+            [not s.training, s.training, s.scores * in_steps, *(r in s.repairs for r in names[3:])]
+            for s in samples
+        ],
+        dtype=float,
+    )
+    measured = np.array([s.us for s in samples])
+    found = np.zeros(len(names))
+    for _ in range(PASSES):
+        for at, column in enumerate(columns.T):
+            rest = measured - columns @ found + column * found[at]
+            if (column > 0).any():
+                found[at] = max(0.0, _middle(rest[column > 0] / column[column > 0], column[column > 0]))
+    values = dict(zip(names, map(_rounded, found.tolist()), strict=True))
+    told = {name: values[name] for name in names[:3] if values[name]}
+    return told | {"repair_us": {name: values[name] for name in names[3:] if values[name]}}
+
+
+def _middle(values: Array, weights: Array) -> float:
+    """Return the weighted median."""
+    order = np.argsort(values)
+    sums = np.cumsum(weights[order])
+    return float(values[order][int(np.searchsorted(sums, sums[-1] / 2))])
 
 
 def tables() -> Iterator[tuple[str, str, str]]:
@@ -269,7 +291,11 @@ def tables() -> Iterator[tuple[str, str, str]]:
         }
         if "forward" in fits:
             lines = [f"{backend:10}{kernel:12} {fit}" for kernel, fit in fits.items()]
-            yield backend, text_of(backend, fits, hosts_of(hosts[backend])), "\n".join(lines)
+            yield (
+                backend,
+                text_of(backend, fits, hosts_of(hosts[backend], in_steps=backend in IN_STEPS)),
+                "\n".join(lines),
+            )
 
 
 def text_of(backend: str, fits: dict[str, Fitted], host: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ import sweep
 import sweep_calls
 import sweep_inputs
 import sweep_process
+import sweep_models
 import sweep_report
 
 CALLS = [call for unit in sweep_calls.units() for call in unit]
@@ -25,7 +26,15 @@ HERE = {"card": "cpu", "driver": "", "torch": "x", "cudnn": "", "packages": {}}
 
 
 def options(folder, **changed):
-    given = {"out": str(folder), "device": "cpu", "seconds": 300.0, "workers": 1, "seed": 0, "sizes": 1}
+    given = {
+        "out": str(folder),
+        "device": "cpu",
+        "seconds": 300.0,
+        "workers": 1,
+        "seed": 0,
+        "set": "drawn",
+        "sizes": 1,
+    }
     return SimpleNamespace(**given | {"backends": "flash,chunked", "structures": 1} | changed)
 
 
@@ -62,6 +71,13 @@ def test_pairs_of_values_are_covered(left, right):
 
 def test_a_call_is_its_line():
     assert all(sweep_calls.read(call.key) == call for call in CALLS)
+
+
+def test_calls_of_models_are_meant_and_come_once():
+    calls = [call for unit in sweep_models.models() for call in unit]
+    assert len(set(calls)) == len(calls) > 200
+    assert all(map(sweep_calls.is_meant, calls))
+    assert {"fit", "unseen"} == {call.part for call in calls}
 
 
 @pytest.mark.parametrize("mask", [mask for mask in sweep_calls.MASKS if not mask.startswith("thd")])

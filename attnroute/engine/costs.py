@@ -140,7 +140,10 @@ def device_ms(work: Work, rates: Rates) -> float:
 
 def _host_us(host: HostTimes, given: Call, repairs: tuple[Repair, ...]) -> float | None:
     found = host.training_us if given.phase == "training" else host.forward_us
-    return None if found is None else found + sum(host.repair_us.get(repair, 0.0) for repair in repairs)
+    if found is None:
+        return None
+    scores = given.batch * given.num_heads_q * given.seqlen_q * given.seqlen_kv
+    return found + host.scores_us * scores / 2**20 + sum(host.repair_us.get(r, 0.0) for r in repairs)
 
 
 def _larger(one: float, other: float) -> float:

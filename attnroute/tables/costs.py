@@ -89,11 +89,13 @@ class HostTimes(_Part):
     Attributes:
         forward_us: The forward of a call without gradients.
         training_us: Forward and backward of a call with them.
-        repair_us: What repairs add, by repair, to each direction that they run in.
+        scores_us: What each 2^20 scores add, of a backend that runs in steps of so many.
+        repair_us: What repairs add, by repair.
     """
 
     forward_us: Positive
     training_us: Positive | None = None
+    scores_us: NotNegative = 0.0
     repair_us: dict[Repair, NotNegative] = {}
 
 

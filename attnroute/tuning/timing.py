@@ -46,7 +46,7 @@ class Samples:
 
     Attributes:
         device_ms: Of the forward and of the backward.
-        host_us: The same: until the function returned, without waiting for the device.
+        host_us: The same, of each batch: calls in a row until the last one returned, by their number.
         ahead: Whether the host ran ahead of the device in each batch: else device times hold host gaps.
     """
 
@@ -62,7 +62,7 @@ class Samples:
 
     def summary(self) -> dict[str, Any]:
         """Return the medians."""
-        found: dict[str, Any] = {"repetitions": len(self.host_us[0]), "ahead": self.ahead}
+        found: dict[str, Any] = {"repetitions": len(self.device_ms[0]), "ahead": self.ahead}
         for name, device, host in zip(("fwd", "bwd"), self.device_ms, self.host_us, strict=True):
             if host:
                 found[f"{name}_ms"] = round(median(device), 5)
@@ -78,30 +78,38 @@ class CudaClock:
         torch.cuda.synchronize()
 
     def batch(self, step: Step, repetitions: int, seconds: float, into: Samples) -> None:
-        """Time some repetitions while the device sleeps first, so that the host runs ahead of it."""
+        """Time some repetitions, first on the device and then on the host."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repetitions + 1)]
-        hosts: tuple[list[float], list[float]] = [], []
         sleep = 1.5 * repetitions * seconds + 0.0005
         self.wait()
         began = time.perf_counter()
+        # The device sleeps first, so that the host runs ahead of it.
         torch.cuda._sleep(int(sleep * CYCLES_PER_SECOND))  # noqa: SLF001 - torch has no public way
         marks[0].record()
         for i in range(repetitions):
-            start = time.perf_counter()
             out = step.forward()
-            hosts[0].append(time.perf_counter() - start)
             marks[2 * i + 1].record()
-            start = time.perf_counter()
             grads = step.backward(out)
-            hosts[1].append(time.perf_counter() - start)
             marks[2 * i + 2].record()
             del out, grads
         into.ahead &= time.perf_counter() - began < sleep
         self.wait()
         spans = [a.elapsed_time(b) for a, b in pairwise(marks)]
+        forward_us = self._row_us(step.forward, repetitions)
+        hosts = (forward_us, self._row_us(step.run, repetitions) - forward_us if step.leaves else 0.0)
         for at in (0, 1) if step.leaves else (0,):
             into.device_ms[at].extend(spans[at::2])
-            into.host_us[at].extend(1e6 * t for t in hosts[at])
+            into.host_us[at].append(hosts[at])
+
+    def _row_us(self, run: Callable[[], object], repetitions: int) -> float:
+        """Return what the host takes for one of several calls in a row."""
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(repetitions):
+            run()
+        seconds = time.perf_counter() - start
+        self.wait()
+        return 1e6 * seconds / repetitions
 
     def extra_bytes(self, step: Step) -> dict[str, int]:
         """Return how far the forward, and forward and backward, raise the allocated memory at most."""
