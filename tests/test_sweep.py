@@ -17,8 +17,8 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import sweep
 import sweep_calls
 import sweep_inputs
-import sweep_process
 import sweep_models
+import sweep_process
 import sweep_report
 
 CALLS = [call for unit in sweep_calls.units() for call in unit]
