@@ -17,7 +17,7 @@ import math
 import re
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any, Final, NamedTuple, get_args
 
@@ -48,14 +48,18 @@ START: Final = {
     "gbs": 3000.0,
     "idle": 0.2,
     "mask_gbs": 3000.0,
-    "repair_gbs": 1500.0,
-    "repair_us": 4.0,
+    "repair_gbs": 600.0,
+    "repair_us": 6.0,
 }
 """Where the numbers of a kernel start."""
 START_TFLOPS: Final = 300.0
 PULL: Final = 0.03
 """How strongly a number is drawn to its start: as one call that is off by this share of the logarithm."""
 PULL_FACTOR: Final = 0.1
+HELD: Final = 100.0
+"""The same for a number that stays where it starts."""
+REPAIRING: Final = ("cudnn", "forward")
+"""The kernel whose calls say what repairs take: they are the same for all, and it needs most of them."""
 OUTLIER: Final = 0.15
 """From this error on a call counts less."""
 NEAR: Final = 0.05
@@ -139,8 +143,8 @@ def _points_of(record: Record, hosts: dict[str, list[Sample]]) -> Iterator[tuple
 class Model:
     """The numbers of one kernel as a vector of logarithms, and what it predicts for points."""
 
-    def __init__(self, points: list[Point]) -> None:
-        """Take those numbers that the points speak about."""
+    def __init__(self, points: list[Point], known: Mapping[str, float]) -> None:
+        """Take those numbers that the points speak about; what is known stays as it is."""
         self._works = [point.work for point in points]
         fields = [name for name in Work._fields if name not in ("traits", "is_few", "head_dim")]
         columns = {name: np.array([float(getattr(w, name)) for w in self._works]) for name in fields}
@@ -153,12 +157,13 @@ class Model:
         self._has = np.array([[float(t in work.traits) for t in self.traits] for work in self._works])
         self.start = np.array(
             [
-                *(_inner(name, value) for name, value in START.items()),
+                *(_inner(name, value) for name, value in {**START, **known}.items()),
                 *([math.log(START_TFLOPS)] * len(self.dims)),
                 *([0.0] * len(self.traits)),
             ]
         )
-        self.pull = np.array([PULL] * (len(START) + len(self.dims)) + [PULL_FACTOR] * len(self.traits))
+        strengths = [HELD if name in known else PULL for name in START]
+        self.pull = np.array([*strengths, *[PULL] * len(self.dims), *[PULL_FACTOR] * len(self.traits)])
 
     def predicted(self, vector: Array) -> Array:
         """Return the milliseconds of each point."""
@@ -224,12 +229,12 @@ def minimized(residuals: Callable[[Array], Array], vector: Array, *, steps: int 
     return vector
 
 
-def fitted(points: list[Point]) -> Fitted | None:
-    """Fit the numbers of one kernel; None where too few calls speak about it."""
+def fitted(points: list[Point], known: Mapping[str, float]) -> Fitted | None:
+    """Fit the numbers of one kernel that are not known; None where too few calls speak about it."""
     seen = np.array([point.is_fit for point in points])
     if seen.sum() < FEWEST:
         return None
-    model = Model(points)
+    model = Model(points, known)
     measured = np.log(np.array([point.ms for point in points]))
 
     def residuals(vector: Array) -> Array:
@@ -248,6 +253,18 @@ def fitted(points: list[Point]) -> Fitted | None:
         float(np.median(np.abs(error[~seen]))) if (~seen).any() else math.nan,
         (float(error[furthest]), points[furthest].name),
     )
+
+
+def repairing(points: list[Point]) -> dict[str, float]:
+    """Return the numbers of repairs.
+
+    Raises:
+        SystemExit: Too few calls speak about them.
+    """
+    found = fitted(points, {})
+    if found is None:
+        raise SystemExit(f"the records require {FEWEST} calls of {' '.join(REPAIRING)}.")
+    return {name: found.numbers[name] for name in START if name.startswith("repair_")}
 
 
 def hosts_of(samples: list[Sample], *, in_steps: bool) -> dict[str, Any]:
@@ -283,11 +300,12 @@ def _middle(values: Array, weights: Array) -> float:
 def tables() -> Iterator[tuple[str, str, str]]:
     """Yield backend, the text of its file and a report on its fit."""
     found, hosts = points()
+    known = repairing(found[REPAIRING])
     for backend in sorted(hosts):
         fits = {
             kernel: fit
             for kernel in ("forward", "forward_few", "backward")
-            if (its := found.get((backend, kernel))) and (fit := fitted(its)) is not None
+            if (its := found.get((backend, kernel))) and (fit := fitted(its, known)) is not None
         }
         if "forward" in fits:
             lines = [f"{backend:10}{kernel:12} {fit}" for kernel, fit in fits.items()]
