@@ -107,9 +107,13 @@ class Memory(Generic[Key, Value]):
 
     An entry that was used since the last time that room was needed is spared once (the "second chance"
     algorithm): nearly "least recently used", and a hit moves nothing.
+
+    Attributes:
+        entries: What is kept, each with whether it was used; for code that every call waits for, and nobody
+            else.
     """
 
-    __slots__ = ("_bound", "_entries")
+    __slots__ = ("_bound", "entries")
 
     def __init__(self, bound: int, owner: str = "", stale: str = "") -> None:
         """Start empty.
@@ -121,13 +125,13 @@ class Memory(Generic[Key, Value]):
             stale: When an entry is no longer true, and what drops it then.
         """
         self._bound = bound
-        self._entries: dict[Key, _Entry[Value]] = {}
+        self.entries: dict[Key, _Entry[Value]] = {}
         if owner:
             register(owner, bound, stale, self.__len__, self.forget)
 
     def get(self, key: Key) -> Value | None:
         """Return what is kept under a key, None where nothing is."""
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is None:
             return None
         entry.used = True
@@ -135,63 +139,63 @@ class Memory(Generic[Key, Value]):
 
     def put(self, key: Key, value: Value) -> None:
         """Keep a value, in the place of what was kept under this key."""
-        if len(self._entries) >= self._bound and key not in self._entries:
+        if len(self.entries) >= self._bound and key not in self.entries:
             self._make_room()
-        self._entries[key] = _Entry(value)
+        self.entries[key] = _Entry(value)
 
     def keep(self, key: Key, make: Callable[[], Value]) -> Value:
         """Return what is kept under a key, or make it and keep it."""
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is None:
             made = _Entry(make())
-            if len(self._entries) >= self._bound:
+            if len(self.entries) >= self._bound:
                 self._make_room()
-            entry = self._entries.setdefault(key, made)
+            entry = self.entries.setdefault(key, made)
         entry.used = True
         return entry.value
 
     def drop(self, is_stale: Callable[[Value], bool]) -> list[Value]:
         """Drop the entries whose value is stale, and return these values."""
         gone = []
-        for key, entry in self._entries.copy().items():
-            if is_stale(entry.value) and self._entries.pop(key, None) is not None:
+        for key, entry in self.entries.copy().items():
+            if is_stale(entry.value) and self.entries.pop(key, None) is not None:
                 gone.append(entry.value)
         return gone
 
     def pop(self, key: Key) -> None:
         """Drop what is kept under a key, if anything is."""
-        self._entries.pop(key, None)
+        self.entries.pop(key, None)
 
     def items(self) -> dict[Key, Value]:
         """Return a copy of everything that is kept."""
-        return {key: entry.value for key, entry in self._entries.copy().items()}
+        return {key: entry.value for key, entry in self.entries.copy().items()}
 
     def values(self) -> list[Value]:
         """Return everything that is kept."""
-        return [entry.value for entry in self._entries.copy().values()]
+        return [entry.value for entry in self.entries.copy().values()]
 
     def forget(self) -> None:
         """Drop everything."""
-        self._entries.clear()
+        self.entries.clear()
 
     def __len__(self) -> int:
         """Return how many entries there are."""
-        return len(self._entries)
+        return len(self.entries)
 
     def _make_room(self) -> None:
         wanted = max(1, self._bound // _DROPPED)
-        entries = self._entries.copy()
+        entries = self.entries.copy()
         for key, entry in entries.items():
             # Taken out and put in again, an entry is the last one that is looked at next time.
-            if self._entries.pop(key, None) is None:
+            if self.entries.pop(key, None) is None:
                 continue
             if entry.used:
                 entry.used = False
-                self._entries.setdefault(key, entry)
+                self.entries.setdefault(key, entry)
             else:
                 wanted -= 1
             if wanted <= 0:
                 return
         # All of them were used: the oldest ones go.
         for key in list(entries)[:wanted]:
-            self._entries.pop(key, None)
+            self.entries.pop(key, None)

@@ -45,7 +45,7 @@ def is_near() -> bool:
     return (
         _saved_tensors_hooks(False) is not None
         or _backward_pass() != -1
-        or len(_POLICIES) > 0
+        or bool(_POLICIES.entries)
         or scope_here() is not None
     )
 

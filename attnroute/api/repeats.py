@@ -70,21 +70,23 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
     Args:
         arguments: Those of `attention()`, in their order.
     """
-    if checkpoint.is_near() or _count_dispatch_modes() or _only_deterministic() or routes.is_heard():
+    if checkpoint.is_near() or _count_dispatch_modes() or _only_deterministic() or routes.LISTENERS:
         return None
     try:
         place, tensors, keeper = _place(arguments)
-        kept = _REPEATS.get(place)
+        kept = _REPEATS.entries.get(place)
     except (AttributeError, RuntimeError, TypeError):
         # What cannot be read or hashed is malformed, or nothing that is kept.
         return None
     if kept is None or forward_ad._current_level >= 0:
         return None
-    for repeat in kept:
+    kept.used = True
+    for repeat in kept.value:
         if repeat.check(*tensors) and repeat.settings is environment():
-            if repeat.bound is not None:
-                query, key, value, mask, bias = arguments[:5]
-                out = repeat.bound(query, key, value, mask if bias is None else bias)
+            bound = repeat.bound
+            if bound is not None:
+                mask, bias = arguments[3], arguments[4]
+                out = bound(tensors[0], tensors[1], tensors[2], mask if bias is None else bias)
                 if out is not None:
                     return out, None
             return _run(repeat.route, Given(*arguments), keeper)
@@ -174,7 +176,7 @@ def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], Keeper 
         or key is value
         or value is query
         or is_causal.__class__ is not bool
-        or scale.__class__ not in _NUMBERS
+        or (scale is not None and scale.__class__ not in _NUMBERS)
         or softcap.__class__ not in _NUMBERS
         or dropout_p.__class__ not in _NUMBERS
         or (window is not None and not _NUMBERS.issuperset(map(type, window)))

@@ -70,22 +70,8 @@ _ROUTES: Memory[object, Route] = Memory(
 )
 
 
-_LISTENERS: list[Callable[[Route, Problem], None]] = []
-
-
-def listen(told: Callable[[Route, Problem], None]) -> None:
-    """Tell somebody of each call that ran from now on, and of its route."""
-    _LISTENERS.append(told)
-
-
-def unlisten(told: Callable[[Route, Problem], None]) -> None:
-    """Undo `listen`."""
-    _LISTENERS.remove(told)
-
-
-def is_heard() -> bool:
-    """Return whether somebody listens."""
-    return bool(_LISTENERS)
+LISTENERS: list[Callable[[Route, Problem], None]] = []
+"""Who is told of each call that ran, and of its route."""
 
 
 def lookup(key: object) -> Route | None:
@@ -171,7 +157,7 @@ def execute(route: Route, problem: Problem, keeper: Keeper | None = None) -> Out
     """Run one call along its route. The result has the layout of the user's tensors."""
     inputs = inputs_of(route, problem, keeper)
     output = problem.in_given_layout(*run_repaired(route.executor, inputs, route.plan))
-    for told in tuple(_LISTENERS):
+    for told in tuple(LISTENERS):
         told(route, problem)
     return output
 

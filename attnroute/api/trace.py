@@ -154,12 +154,12 @@ class Trace:
 
     def __enter__(self) -> Self:
         """Begin to record."""
-        routes.listen(self._note)
+        routes.LISTENERS.append(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         """End, and write the file, also after an error."""
-        routes.unlisten(self._note)
+        routes.LISTENERS.remove(self._note)
         if self._path is not None:
             self.recording.save(self._path)
 

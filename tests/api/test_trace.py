@@ -40,7 +40,7 @@ def test_a_route_from_before_is_counted_and_afterwards_nothing_listens():
         attnroute.attention(query, query, query)
     attnroute.attention(query, query, query)
     assert [(c.call.seqlen_q, c.count) for c in trace.calls] == [(41, 1)]
-    assert not routes.is_heard()
+    assert routes.LISTENERS == []
 
 
 def test_calls_that_go_the_short_way_are_counted():
