@@ -143,7 +143,7 @@ def test_every_memory_states_its_owner_its_bound_and_when_it_is_stale():
 
 PACKAGE = Path(attnroute.__file__).parent
 LISTENERS = {
-    "api/routes.py": {"_LISTENERS"},
+    "api/routes.py": {"LISTENERS"},
     "executors/first_call.py": {"_LISTENERS"},
     "executors/launch.py": {"_LISTENERS"},
     "integrations/transformers/__init__.py": {"_REGISTERED"},
