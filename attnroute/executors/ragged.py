@@ -54,7 +54,7 @@ def rows_of(inputs: Inputs, *, training: bool, in_place: bool = False) -> Ragged
     counts, side = mask.key_counts, mask.padding_side
     if counts is None or side is None:
         return _documents(inputs)
-    step = _step(inputs) if in_place and not training else None
+    step = step_of(inputs.key, inputs.value) if in_place and not training else None
 
     def make() -> Rows:
         if step is None and (training or seqlen_q > 1):
@@ -81,15 +81,15 @@ def tokens_of(tensor: Tensor, step: int | None = None) -> Tensor:
     return tensor.as_strided(((batch - 1) * step + seqlen, heads, head_dim), (token, head, 1))
 
 
-def _step(inputs: Inputs) -> int | None:
+def step_of(key: Tensor, value: Tensor) -> int | None:
     """Return how many tokens lie from one row of keys to the next, None where that is no whole number."""
     steps = set()
-    for tensor in (inputs.key, inputs.value):
+    for tensor in (key, value):
         row, _, token, last = tensor.stride()
         if is_traced(tensor) or is_wrapped(tensor) or last != 1 or token <= 0 or row % token:
             return None
         steps.add(row // token)
-    batch, _, seqlen, _ = inputs.key.shape
+    batch, _, seqlen, _ = key.shape
     step = steps.pop()
     # Prefix sums rise and are int32.
     return step if not steps and seqlen <= step and (batch + 1) * step <= SUMS_LIMIT else None

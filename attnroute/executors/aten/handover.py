@@ -42,6 +42,8 @@ def handed_over(choice: SDPBackend, *, as_output: bool = False) -> Bind:
     """
 
     def bind(inputs: Inputs, plan: Plan) -> Bound | None:
+        if "to_varlen" in plan.repairs:
+            return None
         causal, attn = is_causal(inputs), inputs.attn
         if causal and (inputs.mask.band_lo is not None or inputs.mask.band_hi != 0):
             return None

@@ -8,6 +8,7 @@ and dispatch modes see them under the operators' names.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnroute.errors import KernelRefusedError
-from attnroute.executors import first_call, launch
+from attnroute.executors import first_call, launch, ragged
 from attnroute.executors.batched_gradients import in_turn
 from attnroute.executors.operators import Side, register
 from attnroute.executors.packages import fallback
@@ -33,8 +34,19 @@ from attnroute.executors.packages.request import (
     padded,
     padded_lse,
     request_of,
+    tokens_of,
 )
-from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
+from attnroute.executors.protocol import (
+    Bound,
+    Executor,
+    ForwardResult,
+    Grads,
+    Inputs,
+    Output,
+    Pair,
+    Plan,
+    Wanted,
+)
 from attnroute.masks.tracing import is_traced
 
 _FIELDS = len(Request._fields)
@@ -102,25 +114,54 @@ class External:
     @property
     def executor(self) -> Executor:
         """What the backend's module offers."""
-        return Executor(self.run, Pair(self.forward, self.backward))
+        return Executor(self.run, Pair(self.forward, self.backward), bind=self.bind)
 
     def run(self, inputs: Inputs, plan: Plan) -> Output:
         """Run one call."""
         if _is_in_graph(inputs.query):
             request = request_of(inputs, plan, in_graph=True)
             out, lse, _ = self._forward(*request)
-        elif plan.training:
-            request = self._request_of(inputs, plan)
-            # The tensors that get gradients are arguments of their own, which autograd looks at one by one.
-            tensors = (request.query, request.key, request.value, request.sink)
-            made = _Eager.apply(self, request, plan.return_lse, *tensors)  # type: ignore[no-untyped-call]
-            out, lse = made if plan.return_lse else (made, made)
         else:
             request = self._request_of(inputs, plan)
-            out, lse, _ = self._launch_forward(request, reads_lse=plan.return_lse)
+            out, lse = self._results(request, returns_lse=plan.return_lse)
         # The backward knows no gradient of the log-sum-exp.
         asked = padded_lse(request, lse, inputs).detach() if plan.return_lse else None
-        return padded(request, out, inputs), asked
+        return padded(request, out, inputs.query.shape[0]), asked
+
+    def bind(self, inputs: Inputs, plan: Plan) -> Bound | None:
+        """Return what runs calls whose requests differ from this one's in query, key and value alone."""
+        if not (inputs.sink is inputs.alibi_slopes is None and inputs.dropout_p == 0.0):
+            return None
+        with torch.no_grad():
+            request = self._request_of(inputs, plan)
+        batch, step = inputs.query.shape[0], None
+        if request.is_ragged:
+            step = ragged.rows_of(inputs, training=plan.training, in_place=self._in_place).step
+        # No tensor is kept alive: prefix sums stay with the mask that they were made from.
+        kept = [None if t is None else weakref.ref(t) for t in request[3:6]]
+        is_ragged, heads_first = request.is_ragged, request.heads_first
+        rest: tuple[Any, ...] = request[6:]
+        del inputs, request
+
+        def run(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor | None:
+            sums: list[Any] = [None if ref is None else ref() for ref in kept]
+            if any(ref is not None and found is None for ref, found in zip(kept, sums, strict=True)):
+                return None
+            if is_ragged:
+                if step is not None and ragged.step_of(key, value) != step:
+                    return None
+                query, key, value = tokens_of(query, key, value, step)
+            elif not heads_first:
+                query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            made = Request(query, key, value, *sums, *rest)
+            try:
+                out, _lse = self._results(made, returns_lse=False)
+            except KernelRefusedError:
+                # Run as any other it is refused again, and another backend takes it.
+                return None
+            return padded(made, out, batch)
+
+        return run
 
     def forward(self, inputs: Inputs, plan: Plan) -> ForwardResult:
         """Run the forward alone, recording no gradient."""
@@ -131,7 +172,9 @@ class External:
             else:
                 request = self._request_of(inputs, plan)
                 out, lse, state = self._launch_forward(request)
-        return ForwardResult(padded(request, out, inputs), padded_lse(request, lse, inputs), (state,))
+        return ForwardResult(
+            padded(request, out, inputs.query.shape[0]), padded_lse(request, lse, inputs), (state,)
+        )
 
     def backward(
         self, inputs: Inputs, plan: Plan, result: ForwardResult, grad_out: Tensor, _: Wanted
@@ -147,6 +190,16 @@ class External:
             grads = self._launch_backward(grad, launched, request)
         query, key, value, _sink = in_batch(request, grads, inputs.query.shape[0])
         return query, key, value, None
+
+    def _results(self, request: Request, *, returns_lse: bool) -> tuple[Tensor, Tensor]:
+        """Return the output, with its gradient where one is asked for, and the log-sum-exp if it is read."""
+        if not request.training:
+            out, lse, _ = self._launch_forward(request, reads_lse=returns_lse)
+            return out, lse
+        # The tensors that get gradients are arguments of their own, which autograd looks at one by one.
+        tensors = (request.query, request.key, request.value, request.sink)
+        made: Any = _Eager.apply(self, request, returns_lse, *tensors)  # type: ignore[no-untyped-call]
+        return made if returns_lse else (made, made)
 
     def _request_of(self, inputs: Inputs, plan: Plan) -> Request:
         # What an operator returns in a graph lies in the order of its dimensions, and models have theirs so.

@@ -161,11 +161,7 @@ def request_of(
     if "to_varlen" in repairs:
         found = ragged.rows_of(inputs, training=plan.training, in_place=in_place)
         (sums_q, sums_kv, used), longest_q, longest_kv, step = found
-        query, key, value = (
-            ragged.tokens_of(query),
-            ragged.tokens_of(key, step),
-            ragged.tokens_of(value, step),
-        )
+        query, key, value = tokens_of(query, key, value, step)
     elif not heads_first:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     return Request(
@@ -192,14 +188,19 @@ def request_of(
     )
 
 
+def tokens_of(query: Tensor, key: Tensor, value: Tensor, step: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens of a ragged batch; `step` is that of `ragged.Ragged`."""
+    return ragged.tokens_of(query), ragged.tokens_of(key, step), ragged.tokens_of(value, step)
+
+
 def to_bhsd(request: Request, tensor: Tensor) -> Tensor:
     """Return a tensor of a padded batch in layout bhsd; this is its own inverse."""
     return tensor if request.heads_first else tensor.transpose(1, 2)
 
 
-def padded(request: Request, out: Tensor, inputs: Inputs) -> Tensor:
-    """Return the output of a request in the shape of the inputs, layout bhsd."""
-    return _in_rows(out, inputs.query.shape[0]) if request.is_ragged else to_bhsd(request, out)
+def padded(request: Request, out: Tensor, batch: int) -> Tensor:
+    """Return the output of a request of so many rows in layout bhsd."""
+    return _in_rows(out, batch) if request.is_ragged else to_bhsd(request, out)
 
 
 def padded_lse(request: Request, lse: Tensor, inputs: Inputs) -> Tensor:

@@ -36,7 +36,7 @@ BAND_LIMIT_BYTES: Final = 64 * 2**20
 
 _DENSE = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
 _ADDITIVE = frozenset({"cast_mask", "cast_bias", "align_bias"})
-_OF_MASKS = frozenset({"materialize_mask", "cast_mask", "zero_empty_rows", "clear_left_out"})
+_OF_MASKS = frozenset({"materialize_mask", "cast_mask", "zero_empty_rows", "clear_left_out", "to_varlen"})
 """Repairs that need nothing but what is made once for each mask."""
 
 
@@ -99,7 +99,7 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     if run is None:
         return None
     if "clear_left_out" in repairs and inputs.mask.key_keep is not None:
-        run = _with_cleared(run, weakref.ref(_left_out(inputs)))
+        run = _with_cleared(run, weakref.ref(_kept_keys(inputs)))
     if attn is not None and "zero_empty_rows" in repairs:
         run = _with_zeros(run, weakref.ref(_empty_rows(inputs, repairs)))
     if attn is not None and prepares:
@@ -126,10 +126,8 @@ def _with_cleared(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
     """Put zeros where no query attends, for as long as it is kept where that is."""
 
     def with_cleared(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
-        left_out = kept()
-        if left_out is None:
-            return None
-        return run(query, key.masked_fill(left_out, 0), value.masked_fill(left_out, 0), attn)
+        keys = kept()
+        return None if keys is None else run(query, *_cleared(key, value, keys), attn)
 
     return with_cleared
 
@@ -154,16 +152,23 @@ def _empty_rows(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
     return inputs.keeper.keep(what, lambda: empty_rows(attn))
 
 
-def _left_out(inputs: Inputs) -> Tensor:
-    """Return which keys no query attends, (batch or 1, 1, seqlen_kv, 1), made once for each mask."""
+def _kept_keys(inputs: Inputs) -> Tensor:
+    """Return which keys a query may attend, (batch or 1, 1, seqlen_kv, 1), made once for each mask."""
     keep = cast("Tensor", inputs.mask.key_keep)
-
-    def make() -> Tensor:
-        return ~keep[:, None, :, None]
-
     if inputs.keeper is None:
-        return make()
-    return inputs.keeper.keep(("left out", *_of_mask(inputs, frozenset())), make)
+        return keep[:, None, :, None]
+    what = ("kept keys", *_of_mask(inputs, frozenset()))
+    return inputs.keeper.keep(what, lambda: keep[:, None, :, None])
+
+
+def _cleared(key: Tensor, value: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values with zeros where none is kept, in the memory layout that they have.
+
+    One pass each, where masked_fill copies and fills then. The zero is a tensor, because a device is waited
+    for where it gets a number.
+    """
+    zero = value.new_zeros(())
+    return torch.where(kept, key, zero), torch.where(kept, value, zero)
 
 
 def _of_mask(inputs: Inputs, repairs: frozenset[str]) -> tuple[object, ...]:
@@ -249,12 +254,8 @@ def _band(mask: LoweredMask, extent: Extent, dtype: torch.dtype) -> Tensor:
 
 
 def _prepare_qkv(inputs: Inputs, repairs: frozenset[str]) -> None:
-    keep = inputs.mask.key_keep
-    if "clear_left_out" in repairs and keep is not None:
-        # One pass each, where masked_fill copies and fills then. The zero is a tensor: a device is waited for
-        # where it gets a number.
-        keep, zero = keep[:, None, :, None], inputs.value.new_zeros(())
-        inputs.key, inputs.value = (torch.where(keep, t, zero) for t in (inputs.key, inputs.value))
+    if "clear_left_out" in repairs and inputs.mask.key_keep is not None:
+        inputs.key, inputs.value = _cleared(inputs.key, inputs.value, _kept_keys(inputs))
     if "expand_kv" in repairs:
         group = inputs.query.shape[1] // inputs.key.shape[1]
         inputs.key = _expand(inputs.key, group)

@@ -132,13 +132,15 @@ def in_use(counts: Tensor, side: PaddingSide, seqlen_q: int, seqlen_kv: int, ste
         step: How many tokens after a row's first key the next row's lies.
     """
 
-    def make() -> Rows:
+    def make() -> tuple[Tensor, Tensor]:
         first = _firsts(counts, step)
         starts = first if side == "right" else first + (seqlen_kv - counts)
         queries = torch.arange(counts.shape[0] + 1, dtype=torch.int32, device=counts.device) * seqlen_q
-        return Rows(queries, torch.cat([starts, first[-1:] + seqlen_kv]), counts)
+        return queries, torch.cat([starts, first[-1:] + seqlen_kv])
 
-    return remember(counts, ("in_use", side, seqlen_q, seqlen_kv, step), make)
+    # The counts themselves would be kept by what is kept with them.
+    sums_q, sums_kv = remember(counts, ("in_use", side, seqlen_q, seqlen_kv, step), make)
+    return Rows(sums_q, sums_kv, counts)
 
 
 def repeated(sums: Tensor, batch: int, seqlen: int) -> Tensor:

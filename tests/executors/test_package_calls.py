@@ -1,0 +1,178 @@
+"""The short way to the kernel of a package: the same results, few functions, and no tensor is kept alive."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.cudnn_checks import PADDED, SEQUENCES, inputs_of, plan_of
+from support.cudnn_operators import Operators
+from support.fa4_package import Package
+
+import attnroute
+from attnroute import masks
+from attnroute.executors.packages import cudnn_fe, fa4
+from attnroute.executors.packages.external import External
+from attnroute.executors.packages.request import Gradients, Launched
+from attnroute.executors.prepare.apply import bind, run_repaired
+from attnroute.masks.kept import keeper_of
+from attnroute.memory import reset
+
+OURS = str(Path(attnroute.__file__).parent)
+CLEARED = "padding at the left"
+"""The case whose left-out keys are cleared before."""
+FORWARD, STEP = 17, 30
+"""Functions of attnroute that a forward, and a forward with its backward, may call."""
+
+
+class Kernel:
+    """Gives the value for the output, and the output's gradient for every one."""
+
+    gives_infinity = False
+
+    def forward(self, request):
+        shape = (request.query.shape[0], request.query.shape[2], request.query.shape[1])
+        return Launched(request.value.clone(), torch.zeros(shape))
+
+    def backward(self, request, result, grad_out):
+        return Gradients(grad_out, grad_out, grad_out)
+
+
+EXTERNAL = External("package_calls_test", Kernel())
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch):
+    torch.manual_seed(0)
+    made = Package()
+    for name, module in made.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    operators = Operators()
+    monkeypatch.setattr(cudnn_fe, "_operators", lambda: operators)
+    reset()
+    yield made
+    reset()
+
+
+def call_of(case, *, training):
+    """Return inputs with the keeper of their mask, what owns it, and the repairs."""
+    mask, *lengths = (PADDED | SEQUENCES)[case]
+    inputs = inputs_of(mask, *lengths)
+    inputs = replace(inputs, keeper=None if mask is None else keeper_of(mask))
+    if not training:
+        inputs.query, inputs.key, inputs.value = (
+            t.detach() for t in (inputs.query, inputs.key, inputs.value)
+        )
+    repairs = ("to_varlen",) if case in SEQUENCES else ()
+    return inputs, ("clear_left_out", *repairs) if case == CLEARED else repairs
+
+
+def functions_called(function):
+    count = 0
+
+    def on_event(frame, event, _):
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(OURS)
+
+    sys.setprofile(on_event)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "case", ["everything", "causal", "causal window", "documents", "padding", "one query", CLEARED]
+)
+@pytest.mark.parametrize("executor", [fa4.executor, cudnn_fe.executor], ids=["fa4", "cudnn_fe"])
+@pytest.mark.parametrize("outermost", [1, 2], ids=["heads outermost", "tokens outermost"])
+def test_a_bound_call_gives_what_the_long_way_gives(executor, case, training, outermost):
+    def drawn(tensor):
+        made = torch.randn_like(tensor).transpose(1, outermost).contiguous().transpose(1, outermost)
+        return made.requires_grad_(training)
+
+    inputs, repairs = call_of(case, training=training)
+    inputs = replace(inputs, query=drawn(inputs.query), key=drawn(inputs.key), value=drawn(inputs.value))
+    plan = replace(plan_of("package", *repairs, training=training), return_lse=False)
+    bound = bind(executor, replace(inputs), plan, None)
+    for _ in range(2):
+        given = [drawn(t) for t in (inputs.query, inputs.key, inputs.value)]
+        again = dict(zip(("query", "key", "value"), given, strict=True))
+        want, _ = run_repaired(executor, replace(inputs, **again), plan)
+        got = bound(*given, None)
+        assert torch.equal(got, want)
+        assert got.stride() == want.stride()
+        if training:
+            grad = torch.randn_like(want)
+            wanted = torch.autograd.grad(want, given, grad)
+            assert all(map(torch.equal, torch.autograd.grad(got, given, grad), wanted))
+
+
+def test_it_keeps_no_tensor_alive_and_ends_with_its_prefix_sums(package):
+    lengths = torch.tensor([9, 4])
+    mask = masks.KeyPadding(lengths=lengths)
+    inputs = inputs_of(mask, 6, 9)
+    inputs = replace(inputs, keeper=keeper_of(mask))
+    plan = replace(plan_of("fa4", "to_varlen", training=False), return_lse=False)
+    given = [t.detach() for t in (inputs.query, inputs.key, inputs.value)]
+    with torch.no_grad():
+        bound = bind(fa4.executor, inputs, plan, mask)
+    assert bound(*given, None) is not None
+    seen = [weakref.ref(t) for t in (lengths, inputs.query, inputs.key, inputs.value)]
+    del lengths, mask, inputs
+    package.calls.clear()
+    gc.collect()
+    assert [ref for ref in seen if ref() is not None] == []
+    assert bound(*given, None) is None
+
+
+def test_a_refusal_sends_it_the_long_way(monkeypatch):
+    inputs, _ = call_of("causal", training=False)
+    plan = replace(plan_of("package_calls_test", training=False), return_lse=False)
+    bound = bind(EXTERNAL.executor, inputs, plan, None)
+    tensors = (inputs.query, inputs.key, inputs.value)
+    assert bound(*tensors, None) is not None
+
+    def refuse(_):
+        msg = "the package refuses"
+        raise ValueError(msg)
+
+    monkeypatch.setattr(EXTERNAL._kernel, "forward", refuse, raising=False)
+    assert bound(*tensors, None) is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"sink": torch.zeros(4)}, {"alibi_slopes": torch.ones(4)}, {"dropout_p": 0.1}]
+)
+def test_what_has_more_tensors_or_chance_has_no_short_way(change):
+    inputs, _ = call_of("causal", training=False)
+    plan = replace(plan_of("fa4", training=False), return_lse=False)
+    assert bind(fa4.executor, replace(inputs, **change), plan, None) is None
+
+
+def test_few_functions_stand_before_a_kernel():
+    inputs, _ = call_of("causal", training=True)
+    tensors = [torch.randn(2, 4, 9, 8).requires_grad_() for _ in range(3)]
+    grad = torch.randn(2, 4, 9, 8)
+    of_training, of_inference = (
+        bind(EXTERNAL.executor, replace(inputs), replace(plan_of("t", training=on), return_lse=False), None)
+        for on in (True, False)
+    )
+
+    def step():
+        torch.autograd.grad(of_training(*tensors, None), tensors, grad)
+
+    for _ in range(2):
+        step()
+        with torch.no_grad():
+            of_inference(*tensors, None)
+    with torch.no_grad():
+        assert functions_called(lambda: of_inference(*tensors, None)) <= FORWARD
+    assert functions_called(step) <= STEP
