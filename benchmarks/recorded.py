@@ -99,6 +99,18 @@ def load(source: str) -> dict[str, Any]:
     return found
 
 
+def swept(path: Path) -> tuple[Record, ...]:
+    """Return the records of a file of `sweep.py` that lies anywhere."""
+    return tuple(_of_sweep(path.stem, json.loads(path.read_text(encoding="utf-8"))))
+
+
+def untimed(path: Path) -> Counter[tuple[str, str]]:
+    """Return how often each backend has a status in place of times in a file of `sweep.py`."""
+    calls = json.loads(path.read_text(encoding="utf-8"))["calls"]
+    results = (item for call in calls for item in call["backends"].items())
+    return Counter((name, result["status"]) for name, result in results if "status" in result)
+
+
 def part_of(call: Call) -> Part:
     """Return the part of a call by a hash of its line, the same however its tensors lie in memory."""
     line = render(call.with_(strides=Strides()))

@@ -1,6 +1,7 @@
 """Asks the engine for every recorded call and reads what its choice took: the price of a ranking.
 
-python -m benchmarks.replay [--part unseen] [--source h200] [--worst 10]
+python -m benchmarks.replay [--part unseen] [--source h200] [--by mask] [--worst 10]
+python -m benchmarks.replay --file sweep/sweep.json   # of a sweep that is not committed
 
 A call is decided on the machine that measured it, with every package that was there and with torch alone. A
 backend without a time is banned, because it cannot be compared.
@@ -10,14 +11,17 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from attnroute.engine.select import select
 from attnroute.question.line import render
 from attnroute.question.policy import Policy
 from attnroute.tables.load import load
-from benchmarks.recorded import Part, Record, records
+from benchmarks.kinds import BY
+from benchmarks.recorded import Part, Record, records, swept, untimed
 
 Packages = Literal["everything", "torch alone"]
 TOLERATED = 1.02
@@ -49,6 +53,12 @@ class Choice(NamedTuple):
     def id(self) -> str:
         """The record's name, and what was installed."""
         return f"{self.record.id}, {self.packages}"
+
+    @property
+    def ours(self) -> float | None:
+        """Time of `attention()` on the day of measuring over the best one's, with what was installed then."""
+        ours, best = self.record.ours, self.record.times[self.best]
+        return None if ours is None or self.packages != "everything" else ours.total_ms / best.total_ms
 
     @property
     def text(self) -> str:
@@ -124,20 +134,29 @@ def mean(ratios: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
-def report(made: Iterable[Choice], *, worst: int) -> str:
-    """Return choices as text: sums by file and part, and the worst calls."""
+def report(made: Iterable[Choice], *, worst: int, by: str = "source") -> str:
+    """Return choices as text: sums by file or kind and by part, and the worst calls.
+
+    Args:
+        made: The choices.
+        worst: How many of the worst are listed.
+        by: `source`, or a name of `benchmarks.kinds.BY`.
+    """
     made = tuple(made)
-    lines = [f"{'':34}{'part':8}{'calls':>6}{'mean':>8}{'worst':>8}  over {TOLERATED} of stock"]
-    groups = {
-        (source, part): [c for c in made if (c.record.source, c.record.part) == (source, part)]
-        for source in dict.fromkeys(choice.record.source for choice in made)
-        for part in get_args(Part)
-    }
-    totals = {("all", part): [c for c in made if c.record.part == part] for part in get_args(Part)}
-    for (source, part), group in {**groups, **totals}.items():
-        if group:
-            calls, average, most, slower, with_stock = summary(group)
-            lines.append(f"{source:34}{part:8}{calls:6}{average:8.3f}{most:8.2f}{slower:6} of {with_stock}")
+    groups: dict[tuple[str, str], list[Choice]] = defaultdict(list)
+    for choice in made:
+        name = choice.record.source if by == "source" else BY[by](choice.record.call)
+        for key in (name, choice.record.part), ("~ all", choice.record.part):
+            groups[key].append(choice)
+    lines = [
+        f"{'':34}{'part':8}{'calls':>6}{'mean':>8}{'worst':>8}{'that day':>10}  over {TOLERATED} of stock"
+    ]
+    for (name, part), group in sorted(groups.items()):
+        calls, average, most, slower, with_stock = summary(group)
+        then = mean(choice.ours for choice in group if choice.ours is not None)
+        lines.append(
+            f"{name:34}{part:8}{calls:6}{average:8.3f}{most:8.2f}{then:10.3f}{slower:6} of {with_stock}"
+        )
     lines += [choice.text for choice in sorted(made, key=lambda choice: -choice.regret)[:worst]]
     return "\n".join(lines)
 
@@ -147,13 +166,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--file", type=Path, help="of sweep.py, in place of the committed ones")
     parser.add_argument("--part", choices=get_args(Part), help="only these calls")
     parser.add_argument("--source", default="", help="files whose names contain this")
+    parser.add_argument("--by", choices=("source", *BY), default="source")
     parser.add_argument("--worst", type=int, default=10)
     options = parser.parse_args()
-    found = [r for r in records() if options.source in r.source and options.part in (None, r.part)]
+    given = swept(options.file) if options.file else records()
+    found = [r for r in given if options.source in r.source and options.part in (None, r.part)]
     for packages in get_args(Packages):
-        print(f"\n{packages}\n{report(choices(packages, found), worst=options.worst)}")
+        print(f"\n{packages}\n{report(choices(packages, found), worst=options.worst, by=options.by)}")
+    if options.file:
+        wrong = Counter(name for r in found for name, time in r.times.items() if not time.is_right)
+        print("\nresults far from the others':", dict(wrong))
+        print("without a time:", {" ".join(key): count for key, count in untimed(options.file).items()})
 
 
 if __name__ == "__main__":

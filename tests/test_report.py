@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from benchmarks.kinds import KINDS
 from benchmarks.report import __main__ as report
 from benchmarks.report import data, pictures, tables
 
@@ -44,7 +45,7 @@ def test_what_is_shown_are_recorded_times():
         if choice:
             assert data.total_ms(choice) == row.record.times[choice.selected].total_ms
             assert data.best_ms(choice) <= data.total_ms(choice) * 1.0001
-    assert {call["kind"] for call in data.calls()} == set(data.KINDS)
+    assert {call["kind"] for call in data.calls()} == set(KINDS)
     assert all(len(points) > 10 for points in data.speed_ups().values())
 
 

@@ -19,10 +19,11 @@ import sweep_calls
 import sweep_inputs
 import sweep_models
 import sweep_process
-import sweep_report
+
+from benchmarks import recorded
 
 CALLS = [call for unit in sweep_calls.units() for call in unit]
-HERE = {"card": "cpu", "driver": "", "torch": "x", "cudnn": "", "packages": {}}
+HERE = {"card": "cpu", "driver": "", "torch": "2.11.0", "cuda": "", "cudnn": "91900", "packages": {}}
 
 
 def options(folder, **changed):
@@ -115,7 +116,10 @@ def test_a_second_run_goes_on(tmp_path):
         assert auto["fwd_host_us"] > 0
         assert auto["first_call_s"] > 0
         assert ("bwd_ms" in auto) == (json.loads(call["key"])["phase"] == "training")
-    assert "2 calls, 2 of them with times" in sweep_report.report(found, part=None, worst=3)
+    records = recorded.swept(tmp_path / "sweep.json")
+    assert [record.ours.forward_ms for record in records] == [
+        call["backends"]["auto"]["fwd_ms"] for call in found["calls"]
+    ]
 
 
 def test_another_card_does_not_go_on(tmp_path):

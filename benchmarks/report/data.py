@@ -4,44 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from attnroute.question.call import Call
-from attnroute.question.nodes import DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
 from benchmarks import recorded_h100 as h100
+from benchmarks.kinds import KINDS, Kind, kind_of
 from benchmarks.recorded import RESULTS, Record, load, records
 from benchmarks.replay import Choice, Packages, choose
 
-Kind = Literal[
-    "full", "causal", "window", "documents", "padding", "decoding", "mask tensor", "scores", "other"
-]
-KINDS = get_args(Kind)
 BY_LENGTH = ("causal", "full", "window", "documents", "padding")
 """The kinds whose speed-up is drawn by length."""
 MODELS = ("h200-torch2.11-grid-tokens", "h200-torch2.11-grid")
 """Calls of known models: tokens outermost in memory, as models have them, where they were measured so."""
-FEW_QUERIES = 16
-
-
-def kind_of(call: Call) -> Kind:
-    """Return the kind of a call that a reader looks for."""
-    nodes = {type(node) for node in call.mask}
-    if call.bias or call.softcap or call.sink:
-        return "scores"
-    if call.seqlen_q <= FEW_QUERIES < call.seqlen_kv:
-        return "decoding"
-    named: tuple[tuple[type, Kind], ...] = (
-        (DenseNode, "mask tensor"),
-        (DocumentsNode, "documents"),
-        (KeyPaddingNode, "padding"),
-        (WindowNode, "window"),
-    )
-    for node, kind in named:
-        if node in nodes:
-            return kind
-    if not nodes:
-        return "full"
-    return "causal" if {node.kind for node in call.mask} == {"causal"} else "other"
 
 
 class Row(NamedTuple):

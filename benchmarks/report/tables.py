@@ -11,6 +11,7 @@ from typing import get_args
 
 from attnroute.question.host import sort_key
 from attnroute.question.line import render
+from benchmarks.kinds import KINDS
 from benchmarks.public_figures import figures
 from benchmarks.recorded import TORCH_ONLY, Part, Record
 from benchmarks.replay import TOLERATED, Choice, Packages, choices, mean, summary
@@ -100,8 +101,8 @@ def _summary() -> str:
     torch, beside = software(rows[0].record)
     text = (
         f"{environment['card']}, driver {environment['driver']}; {torch}; beside it {beside}; "
-        f"{environment['date']}, median milliseconds. Of {len(rows)} calls of known models stock says "
-        f"{len(made['everything'])} and gets them right; there attnroute is {faster['everything']} as fast "
+        f"{environment['date']}, median milliseconds. Of {len(rows)} calls of known models stock runs "
+        f"{len(made['everything'])} correctly; there attnroute is {faster['everything']} as fast "
         f"with all packages and {faster['torch alone']} with torch alone (geometric means)."
     )
     return textwrap.fill(text, 130, break_on_hyphens=False)
@@ -119,7 +120,7 @@ def _titled() -> str:
 
 def _kinds() -> str:
     lines = []
-    for kind in data.KINDS:
+    for kind in KINDS:
         rows = [row for row in data.rows() if row.kind == kind]
         cells: list[str] = [kind, str(len(rows))]
         for packages in get_args(Packages):
