@@ -155,7 +155,8 @@ def report(made: Iterable[Choice], *, worst: int, by: str = "source") -> str:
         calls, average, most, slower, with_stock = summary(group)
         then = mean(choice.ours for choice in group if choice.ours is not None)
         lines.append(
-            f"{name:34}{part:8}{calls:6}{average:8.3f}{most:8.2f}{then:10.3f}{slower:6} of {with_stock}"
+            f"{name:34}{part:8}{calls:6}{average:8.3f}{most:8.2f}"
+            f"{'-' if math.isnan(then) else f'{then:.3f}':>10}{slower:6} of {with_stock}"
         )
     lines += [choice.text for choice in sorted(made, key=lambda choice: -choice.regret)[:worst]]
     return "\n".join(lines)
