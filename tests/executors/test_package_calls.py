@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cudnn_checks import PADDED, SEQUENCES, inputs_of, plan_of
+from support.cudnn_checks import PADDED, SEQUENCES, inputs_of, plan_of, ragged_request
 from support.cudnn_operators import Operators
 from support.fa4_package import Package
 
 import attnroute
 from attnroute import masks
 from attnroute.executors.packages import cudnn_fe, fa4
+from attnroute.executors.packages.cudnn_band import unattended_keys, unattended_queries
 from attnroute.executors.packages.external import External
 from attnroute.executors.packages.request import Gradients, Launched
 from attnroute.executors.prepare.apply import bind, run_repaired
@@ -176,3 +177,15 @@ def test_few_functions_stand_before_a_kernel():
     with torch.no_grad():
         assert functions_called(lambda: of_inference(*tensors, None)) <= FORWARD
     assert functions_called(step) <= STEP
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "may"), [(None, None, False), (None, 0, False), (2, 1, False), (3, -1, True)]
+)
+def test_tokens_of_self_attention_attend_themselves(left, right, may):
+    request = ragged_request(left=left, right=right)
+    ours = request._replace(cu_seqlens_kv=request.cu_seqlens_q, key=request.query, value=request.query)
+    assert ours.may_leave_rows_empty is may
+    assert bool(unattended_queries(ours).any() | unattended_keys(ours).any()) is may
+    assert ours._replace(used_kv=torch.ones(6, dtype=torch.int32)).may_leave_rows_empty
+    assert request.may_leave_rows_empty

@@ -77,6 +77,8 @@ def zero_unattended_rows(request: Request, result: Launched) -> Launched:
 
     cuDNN before 9.25 gives NaN for sequences of no length (NVIDIA/cudnn-frontend#943).
     """
+    if not request.may_leave_rows_empty:
+        return result
     empty = unattended_queries(request)
     nothing = -math.inf if request.sink is None else request.sink.float()[:, None]
     lse = torch.where(empty, nothing, result.lse)
@@ -85,6 +87,8 @@ def zero_unattended_rows(request: Request, result: Launched) -> Launched:
 
 def zero_unattended_gradients(request: Request, grads: Gradients) -> Gradients:
     """Return a ragged backward's gradients with zeros for tokens that no pair has."""
+    if not request.may_leave_rows_empty:
+        return grads
     queries, keys = (
         empty[:, None, None] for empty in (unattended_queries(request), unattended_keys(request))
     )

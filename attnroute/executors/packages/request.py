@@ -93,8 +93,12 @@ class Request(NamedTuple):
 
     @property
     def may_leave_rows_empty(self) -> bool:
-        """Some query may attend no key: the first ones lie before all keys, or the last ones behind them."""
-        if self.is_ragged:
+        """Some query may attend no key: the first ones lie before all keys, or the last ones behind them.
+
+        Sequences whose queries and keys are the same tokens are as square batches: each token attends itself
+        where the band has the diagonal.
+        """
+        if self.is_ragged and not (self.cu_seqlens_q is self.cu_seqlens_kv and self.used_kv is None):
             return True
         before = self.right is not None and self.offset + self.right < 0
         behind = self.left is not None and self.left < 0
