@@ -21,7 +21,7 @@ from attnroute.errors import (
     warn_user,
 )
 from attnroute.memory import INSTALLED, cached
-from attnroute.question.policy import Policy, merge
+from attnroute.question.policy import MOST_CALLS, Policy, merge
 from attnroute.scopes import Override, outside_of_graphs, scope_here
 from attnroute.tables.load import load
 
@@ -40,6 +40,7 @@ VARIABLES: dict[str, str] = {
     "ATTNROUTE_BACKENDS": '"a,b" allows only these, in this order; "-a,-b" bans these',
     "ATTNROUTE_STRICT": "1: no slow tier, no reroute, no unknown backend",
     "ATTNROUTE_ALLOW_UNKNOWN": "1: a backend that no row speaks about may be chosen",
+    "ATTNROUTE_EXPECTED_CALLS": "how many calls of a kind share the compilation of its first one",
     "ATTNROUTE_TABLES": "folder of tables that outrank the shipped ones",
     "ATTNROUTE_TUNING": "off: there are no measured costs to read yet",
     "ATTNROUTE_EXPLAIN": "off, once, changes or all: print decisions to stderr",
@@ -107,6 +108,7 @@ def override(
     strict: bool | None = None,
     allow_unknown: bool | None = None,
     recognize: bool | None = None,
+    expected_calls: int | None = None,
     double_backward: bool = False,
 ) -> Override:
     """Steer every call inside a block, in this thread or task, also in code that cannot be edited.
@@ -122,6 +124,8 @@ def override(
         strict: No slow tier, no reroute, no unknown backend.
         allow_unknown: A backend that no row speaks about may be chosen.
         recognize: Look into dense masks.
+        expected_calls: How many calls of each kind are expected, at least 1: the time for which a backend's
+            first call compiles is divided among so many where times are compared.
         double_backward: Gradients will be differentiated again, which no tensor shows beforehand.
 
     Returns:
@@ -143,6 +147,8 @@ def override(
                 f"override() {name} requires True or False; got {shortened(repr(value))}; pass one of them."
             )
     stated |= {name: value for name, value in flags.items() if value is not None}
+    if expected_calls is not None:
+        stated["expected_calls"] = _calls("override() expected_calls", expected_calls)
     if double_backward:
         stated["transform"] = "double_backward"
     stated["origin"] = dict.fromkeys(stated.keys() - {"origin"}, "override()")
@@ -282,6 +288,20 @@ def _flag(setting: str) -> _Reader:
     return read
 
 
+def _read_calls(name: str, text: str, _known: tuple[str, ...]) -> dict[str, object]:
+    if not text:
+        return {}
+    is_number = text.isdecimal() and len(text) <= len(str(MOST_CALLS))
+    return {"expected_calls": _calls(name, int(text) if is_number else text)}
+
+
+def _calls(where: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_CALLS:
+        required, got = f"a whole number of calls from 1 to {MOST_CALLS}", shortened(repr(value))
+        raise OverrideError(f"{where} requires {required}; got {got}; pass one of these.")
+    return value
+
+
 def _read_tables(name: str, text: str, _known: tuple[str, ...]) -> dict[str, object]:
     folder = _tables(name, text)
     return {} if folder is None else {"tables": folder}
@@ -320,6 +340,7 @@ _READERS: dict[str, _Reader] = {
     "ATTNROUTE_BACKENDS": _read_backends,
     "ATTNROUTE_STRICT": _flag("strict"),
     "ATTNROUTE_ALLOW_UNKNOWN": _flag("allow_unknown"),
+    "ATTNROUTE_EXPECTED_CALLS": _read_calls,
     "ATTNROUTE_TABLES": _read_tables,
     "ATTNROUTE_TUNING": _read_tuning,
     "ATTNROUTE_EXPLAIN": _read_explain,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,6 +31,19 @@ settings.register_profile(
 )
 settings.register_profile("dev", deadline=None, max_examples=100)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tables without costs: preferences alone make the order."""
+    from attnroute.engine import classes, evaluate
+    from attnroute.memory import reset
+
+    reset()
+    for module in (classes, evaluate):
+        monkeypatch.setattr(module, "costs_of", lambda *_: None)
+    yield
+    reset()
 
 
 LONGEST_FIRST = (

@@ -46,6 +46,8 @@ def test_flags(name, text, value):
         ("BACKENDS", "-math,-efficient", {"ban": ("math", "efficient")}),
         ("BACKENDS", " flash , -math,", {"allow": ("flash",), "ban": ("math",)}),
         ("BACKENDS", "", {}),
+        ("EXPECTED_CALLS", " 1000 ", {"expected_calls": 1000}),
+        ("EXPECTED_CALLS", "", {}),
         ("TABLES", "", {}),
         ("TUNING", "off", {}),
         ("TUNING", "", {}),
@@ -82,6 +84,13 @@ def test_tables_of_ones_own(tmp_path):
             'ATTNROUTE_STRICT requires 1 or 0 (also true, yes, on, false, no, off); got "maybe".',
         ),
         ("ALLOW_UNKNOWN", "2", "ATTNROUTE_ALLOW_UNKNOWN requires 1 or 0"),
+        (
+            "EXPECTED_CALLS",
+            "0",
+            "requires a whole number of calls from 1 to 1000000000000000; got 0; pass one",
+        ),
+        ("EXPECTED_CALLS", "1e6", "got '1e6'; pass one of these."),
+        ("EXPECTED_CALLS", "9" * 5000, "ATTNROUTE_EXPECTED_CALLS requires a whole number of calls"),
         ("RECOGNIZE", "never", "ATTNROUTE_RECOGNIZE requires 1 or 0"),
         (
             "TABLES",

@@ -75,6 +75,7 @@ def test_a_key_is_equal_exactly_where_the_settings_are(data):
             "allow_unknown": data.draw(st.booleans()),
             "recognize": data.draw(st.booleans()),
             "quadratic_limit_bytes": data.draw(st.sampled_from([0, 2**30])),
+            "expected_calls": data.draw(st.sampled_from([1, 10**6])),
             "transform": data.draw(st.sampled_from([None, "double_backward"])),
         }
 
@@ -170,12 +171,17 @@ def test_overrides_nest_and_end_with_an_error_too():
 
 def test_override_gives_the_policy_in_force():
     with override(
-        prefer="math", strict=True, allow_unknown=True, recognize=False, double_backward=True
+        prefer="math",
+        strict=True,
+        allow_unknown=True,
+        recognize=False,
+        expected_calls=7,
+        double_backward=True,
     ) as policy:
         assert policy is current()
         assert policy.prefer == ("math",)
         assert (policy.strict, policy.allow_unknown, policy.recognize) == (True, True, False)
-        assert policy.transform == "double_backward"
+        assert (policy.transform, policy.expected_calls) == ("double_backward", 7)
         assert set(policy.origin.values()) == {"override()"}
         with override(strict=False) as inner:
             assert (inner.strict, inner.allow_unknown, inner.transform) == (False, True, "double_backward")

@@ -50,6 +50,11 @@ def is_near() -> bool:
     )
 
 
+def is_inside() -> bool:
+    """Return whether a call may be one of a checkpoint: of its forward, or of its recompute."""
+    return _saved_tensors_hooks(False) is not None or _backward_pass() != -1
+
+
 def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> Policy:
     """Return the policy in force for a call near a checkpoint.
 

@@ -49,6 +49,7 @@ class Choice:
         repairs: What must be done to the call first.
         options: Options that rows state for the kernel.
         compiles: The first call of such a kind compiles.
+        needed_bytes: What it allocates besides the output, as far as it is known.
     """
 
     call: Call
@@ -58,6 +59,7 @@ class Choice:
     repairs: tuple[Repair, ...]
     options: tuple[tuple[str, int | bool | str], ...]
     compiles: bool
+    needed_bytes: int
 
     @classmethod
     def of(cls, selection: Selection) -> Choice:
@@ -71,6 +73,7 @@ class Choice:
             judgement.repairs,
             judgement.options.values,
             judgement.rows.info.first_call_seconds is not None,
+            judgement.needed_bytes,
         )
 
     def decision(self) -> Decision:

@@ -43,7 +43,7 @@ def run(given: Given) -> Output:
         routes.decision_of(problem, policy)
         raise error from None
     if route is None:
-        route = routes.make(problem, policy, key)
+        route = routes.make(problem, policy, key, is_free=not checkpoint.is_inside())
     else:
         repeats.keep(given, problem, route)
     try:

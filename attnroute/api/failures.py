@@ -29,7 +29,7 @@ def signature_of(call: Call, host: Host, policy: Policy) -> Hashable:
     simple = normalize(call)
     facts = tuple(value for name, value in facts_of(simple).items() if name not in _IGNORED)
     transform = call.context.transform or policy.transform
-    return (host, facts, transform, simple.seqlen_q > 1, tuple(node.kind for node in simple.mask))
+    return (host.lasting, facts, transform, simple.seqlen_q > 1, tuple(node.kind for node in simple.mask))
 
 
 def record(signature: Hashable, backend: str, reason: str) -> bool:

@@ -14,6 +14,7 @@ from attnroute.api.question import call_of
 from attnroute.api.records import Output, Problem
 from attnroute.api.validate import check
 from attnroute.engine.decision import Decision
+from attnroute.engine.rounding import rounded_down
 from attnroute.executors import first_call, registry
 from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.protocol import Executor, Inputs, Plan
@@ -24,7 +25,7 @@ from attnroute.masks.objects.ragged import Ragged
 from attnroute.masks.recognition.summary import inspect_mask
 from attnroute.masks.tracing import is_exporting
 from attnroute.memory import Memory
-from attnroute.probes.torch_host import host_of
+from attnroute.probes.torch_host import free_memory, host_of
 from attnroute.question.call import Call
 from attnroute.question.host import Host
 from attnroute.question.nodes import AnyNode, FunctionNode, NotNode
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 ROUTES_KEPT = 4096
 """Routes of calls that are the same but for the values of tensors."""
+MUCH_MEMORY = 64 * 2**20
+"""Bytes from which on the device is asked whether they are free."""
 
 _PROGRAMMED = (AnyNode, FunctionNode, NotNode)
 
@@ -85,19 +88,41 @@ def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
     return [route.choice for route in gone] + choices.drop(backend, concerns)
 
 
-def make(problem: Problem, policy: Policy, key: object) -> Route:
-    """Decide and remember.
+def make(problem: Problem, policy: Policy, key: object, *, is_free: bool = True) -> Route:
+    """Decide and remember, but for what a want of memory or a capture made the choice.
+
+    Args:
+        problem: The call.
+        policy: The settings in force.
+        key: What the route is remembered under.
+        is_free: The free memory counts; it does not near a checkpoint, whose recompute must choose alike.
 
     Raises:
         ArgumentError: The arguments mean nothing.
         NoBackendError: No backend may run the call; the message holds every reason.
     """
     call, host, tables = _question(problem, policy)
-    route = _route(problem, call, choices.chosen(call, host, tables, policy))
-    # What is chosen while a CUDA graph is captured may compile nothing; other calls may.
-    if not call.context.cuda_graph:
+    choice = choices.chosen(call, host, tables, policy)
+    if is_free and (free := _wanting(choice, problem)) is not None:
+        host = host.model_copy(update={"free_memory": rounded_down(free)})
+        choice = choices.chosen(call, host, tables, policy)
+    route = _route(problem, call, choice)
+    # What is chosen while a CUDA graph is captured may compile nothing, and memory may be free again; other
+    # calls may choose otherwise.
+    if not call.context.cuda_graph and host.free_memory is None:
         _ROUTES.put(key, route)
     return route
+
+
+def _wanting(choice: Choice, problem: Problem) -> int | None:
+    """Return the free memory where a choice needs more; None where it does not, or nobody knows.
+
+    The device is asked only where much is needed, as that takes some microseconds.
+    """
+    if choice.needed_bytes < MUCH_MEMORY or choice.call.context.cuda_graph:
+        return None
+    free = free_memory(*problem.device)
+    return free if free is not None and choice.needed_bytes > free else None
 
 
 def trace(problem: Problem, policy: Policy) -> Route:
@@ -126,6 +151,9 @@ def decision_of(problem: Problem, policy: Policy, *, advise: bool = False) -> De
     """
     call, host, tables = _question(problem, policy)
     choice, decision = choices.explained(call, host, tables, policy, advise=advise)
+    if choice is not None and (free := _wanting(choice, problem)) is not None:
+        host = host.model_copy(update={"free_memory": free})
+        choice, decision = choices.explained(call, host, tables, policy, advise=advise)
     return decision if choice is None or not advise else _with_compile_time(decision, choice, call, problem)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -19,6 +20,8 @@ from attnroute.tables.releases import companions_of, known
 from attnroute.tables.versions import comparable, version_of
 
 _WHEEL = ("cuda", "cudnn", "triton")
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(KiB|MiB|GiB|TiB|)")
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ANY_CUDA = frozenset({"triton"})
 """What every wheel of one torch brings along, whatever its CUDA."""
 _PROCESSOR = {"c++": "present", "avx2": "present"}
@@ -135,6 +138,19 @@ def _names(tables: Tables) -> tuple[str, ...]:
     infos = (tables.info(arch, backend) for arch in tables.arch_names for backend in tables.backends)
     needed = names_in(need for info in infos for need in info.needs)
     return tuple(dict.fromkeys(["torch", *_WHEEL, *needed, *tables.providers.by_name]))
+
+
+def with_free_memory(host: Host, text: str) -> Host:
+    """Return a machine with so much free memory, in bytes or a binary unit: 1000000, 512MiB, 1.5GiB.
+
+    Raises:
+        ArgumentError: The text is no size.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        required = "a size like 10GiB, 512MiB or 1000000"
+        raise ArgumentError(f"--free-memory requires {required}; got {quoted(text)}.")
+    return host.model_copy(update={"free_memory": int(float(found[1]) * _UNITS[found[2]])})
 
 
 def _name(flag: str, word: str, names: tuple[str, ...]) -> str:

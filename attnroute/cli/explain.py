@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from attnroute.cli._call import add_call, call_of, words_help
-from attnroute.cli._host import add_host, host_of
+from attnroute.cli._host import add_host, host_of, with_free_memory
 from attnroute.cli._parser import Parser, add_format
 from attnroute.engine.decide import decide
 from attnroute.errors import NoBackendError
@@ -31,6 +31,8 @@ def run(words: list[str]) -> int:
     policy = merge(below, policy_of("the command line", backend=args.backend, tables=below.tables))
     tables = load(policy.tables)
     host, assumed = host_of(args, tables)
+    if args.free_memory is not None:
+        host = with_free_memory(host, args.free_memory)
     decision = decide(call_of(args), host, tables, policy, advise=True)
     if args.format == "json":
         print(decision_json(decision))
@@ -53,6 +55,9 @@ def _parser() -> Parser:
     parser = Parser("explain", "Say which backend a call gets, and why not the others.", words_help())
     add_call(parser)
     add_host(parser)
+    parser.add_argument(
+        "--free-memory", metavar="SIZE", help="of the device, like 10GiB: what allocates more is kept out"
+    )
     parser.add_argument("--backend", help="the only backend that may run")
     add_format(parser)
     return parser

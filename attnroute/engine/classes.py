@@ -1,8 +1,8 @@
 """Groups calls that differ only in their lengths and get the same decision, for a cache of decisions.
 
 A decoding loop has a new key length at every step. Rules read a length only through a few conditions
-(`==1`, `>0`, `128 divides it`), so two calls with the same results of those and the same other fields get the
-same backend and repairs.
+(`==1`, `>0`, `128 divides it`), and times are predicted for rounded lengths. So two calls with the same
+results of those, the same rounded lengths and the same other fields get the same backend and repairs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Final
 from attnroute.engine.evaluate import ROUTE_SCOPES
 from attnroute.engine.quadratic import may_grow
 from attnroute.engine.repairs import apply
+from attnroute.engine.rounding import rounded_call
 from attnroute.memory import TABLES, cached
 from attnroute.question.call import Call, Context, Strides
 from attnroute.question.facts import FACTS, LENGTH_FACTS, Facts, Unknown, Varies, empty_rows_of
 from attnroute.question.nodes import DocumentsNode, WindowNode
 from attnroute.question.normalize import normalize, recognized
 from attnroute.tables import conditions
+from attnroute.tables.costs import costs_of
 from attnroute.tables.preferences import preferences
 from attnroute.tables.schema import AnyOf, Box, boxes_of
 from attnroute.vocabulary import GRID_LIMIT
@@ -67,7 +69,17 @@ def _form(call: Call, arch: str, tables: Tables) -> Hashable:
     facts = Facts(call)
     is_plain = not call.mask and call.bias is None
     mask = empty_rows_of(call) if is_plain else _mask(call, facts)
-    return (_FIXED(call), mask, _answers(facts, _length_checks(tables, arch)))
+    answers = _answers(facts, _length_checks(tables, arch))
+    # What times are predicted for.
+    sizes = rounded_call(call) if _has_costs(tables, arch) else None
+    return (_FIXED(call), mask, answers, sizes)
+
+
+@cached(64, TABLES)
+def _has_costs(tables: Tables, arch: str) -> bool:
+    """Whether times put any backend of an architecture in order."""
+    found = [costs_of(tables, arch, backend) for backend in tables.backends]
+    return any(costs is not None and costs.is_own for costs in found)
 
 
 def _mask(call: Call, facts: Facts) -> Hashable:

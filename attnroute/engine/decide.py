@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from attnroute.engine import stock
 from attnroute.engine.advice import what_if
-from attnroute.engine.decision import Decision, Verdict
+from attnroute.engine.decision import Decision, Prediction, Verdict
 from attnroute.engine.evaluate import Form, prepared
 from attnroute.engine.finding import Finding
-from attnroute.engine.rank import why
+from attnroute.engine.rank import time_ms, why
 from attnroute.engine.select import Judgement, Selection, Stages, select
 from attnroute.question.call import Call
 from attnroute.question.host import Host
@@ -46,6 +46,7 @@ def decide(
 
 def describe(selection: Selection, *, advise: bool = False) -> Decision:
     """Return a selection with every row's answer as a finding, and with advice if that is wanted."""
+    costs = {name: selection.judgements[name].cost for name in selection.order}
     decision = Decision(
         call=selection.call,
         host=selection.host,
@@ -53,7 +54,7 @@ def describe(selection: Selection, *, advise: bool = False) -> Decision:
         verdicts=tuple(map(_verdict, selection.judgements.values())),
         order=selection.order,
         selected=selection.selected,
-        why_this_order=why(selection.preferences, selection.order),
+        why_this_order=why(selection.preferences, selection.order, costs),
     )
     if not advise:
         return decision
@@ -70,13 +71,15 @@ def judge(call: Call, host: Host, tables: Tables, backend: str, policy: Policy) 
 
 def _verdict(judgement: Judgement) -> Verdict:
     info, stages = judgement.rows.info, judgement.stages
-    able = judgement.is_able
+    able, cost = judgement.is_able, judgement.cost
     return Verdict(
         backend=judgement.backend,
         status=judgement.status,
         findings=_merged(stages),
         repairs=judgement.repairs,
         missing=judgement.rows.missing,
+        predicted_ms=None if cost is None else time_ms(cost, judgement.form.call),
+        prediction=None if cost is None else Prediction(**cost._asdict()),
         extra_bytes=stages.extra_bytes if able else 0,
         quadratic_bytes=judgement.quadratic_bytes,
         score_bytes=judgement.score_bytes,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from attnroute.engine.finding import Finding
+from attnroute.engine.quadratic import tensor_bytes
 from attnroute.engine.stock import Stock
 from attnroute.question.call import Call
 from attnroute.question.host import Host
 from attnroute.question.policy import Policy
 from attnroute.vocabulary import Repair, Status
+
+REST: Final = "; for the rest "
+"""What stands in `Decision.why_this_order` between predicted times and preferences, where both made it."""
 
 
 class _Part(BaseModel):
@@ -22,12 +26,34 @@ class Exclusion(_Part):
     """Why policy keeps a backend out, whatever its verdict.
 
     Attributes:
-        reason: What keeps it out; "failed" where its kernel was refused in this process.
+        reason: What keeps it out; "failed" where its kernel was refused in this process, "memory" where what
+            it allocates besides the output does not fit into the free memory.
         origin: The setting that excludes it; of a failure, the error of the backend.
+        needed_bytes: What it allocates, where that keeps it out.
+        free_bytes: What is free then.
     """
 
-    reason: Literal["banned", "not_allowed", "not_required", "strict", "failed", "unknown"]
+    reason: Literal["banned", "not_allowed", "not_required", "strict", "failed", "unknown", "memory"]
     origin: str
+    needed_bytes: int = 0
+    free_bytes: int = 0
+
+
+class Prediction(_Part):
+    """What the kernels and the repairs of a backend are predicted to take for a call.
+
+    Attributes:
+        device_ms: Time of the device in milliseconds; in training of forward and backward.
+        host_ms: Time of the host, likewise.
+        kind: "measured" on a card of this architecture, or "inferred" from one of another: such a time is
+            shown and puts nothing in order.
+        source: The card that was measured, and the day.
+    """
+
+    device_ms: float
+    host_ms: float
+    kind: Literal["measured", "inferred"]
+    source: str
 
 
 class Verdict(_Part):
@@ -39,10 +65,13 @@ class Verdict(_Part):
         findings: Every row's finding, those that a repair lifted included.
         repairs: What must be done to the call first, in order.
         missing: What the backend needs and the host has not.
-        predicted_ms: Predicted time in milliseconds, None where nothing was measured.
+        predicted_ms: Predicted time in milliseconds: the larger of host and device, in a CUDA graph the
+            device's; None where nothing was measured.
+        prediction: What that is made of.
         extra_bytes: What the repairs allocate, in bytes.
         quadratic_bytes: How many of these are a mask with an entry for every query and key that makes memory
-            quadratic (`engine.quadratic`). Such a backend comes after every one that builds none.
+            quadratic. Such a backend comes after every one that builds none where its time is not predicted,
+            or the mask takes more memory than query, key, value and output (`engine.quadratic`).
         score_bytes: What a quadratic backend allocates for its scores, in bytes; 0 for the others.
         options: Tile options that rows state for the kernel on this call, by name.
         option_rows: The id of the row that each of these comes from, in the same order.
@@ -58,6 +87,7 @@ class Verdict(_Part):
     repairs: tuple[Repair, ...] = ()
     missing: tuple[str, ...] = ()
     predicted_ms: float | None = None
+    prediction: Prediction | None = None
     extra_bytes: int = 0
     quadratic_bytes: int = 0
     score_bytes: int = 0
@@ -66,6 +96,17 @@ class Verdict(_Part):
     first_call_seconds: tuple[float, float] | None = None
     compiled_seconds: float | None = None
     excluded: Exclusion | None = None
+
+    @property
+    def measured_ms(self) -> float | None:
+        """The predicted time where it puts the backend in order: not one that is inferred."""
+        is_own = self.prediction is not None and self.prediction.kind == "measured"
+        return self.predicted_ms if is_own else None
+
+    def counts_mask(self, call: Call) -> bool:
+        """Return whether it comes after those that build no mask, for the mask that it needs built."""
+        # A predicted time has the building of the mask in it, so only its memory counts then.
+        return self.quadratic_bytes > (0 if self.measured_ms is None else tensor_bytes(call))
 
     @property
     def is_slow(self) -> bool:
@@ -111,7 +152,8 @@ class Decision(_Part):
         verdicts: Exactly one per backend of the tables.
         order: The candidates in the order in which they would run.
         selected: The first of `order`, None when nothing may run.
-        why_this_order: The ids of the preferences that made this order, and the reason of the first.
+        why_this_order: Where the predicted times come from that made this order; of what has none, the ids
+            of the preferences that placed it, and the reason of the first.
         hints: What would change the choice.
         stock: What stock scaled_dot_product_attention would run, where it was requested.
     """

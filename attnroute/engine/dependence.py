@@ -1,7 +1,8 @@
 """Finds the conditions on lengths that a decision depends on: while their results stay, so does the decision.
 
 A compiled graph leaves lengths open. It serves every length at which these conditions have the results that
-they had when the graph was made.
+they had when the graph was made. Predicted times are no conditions: of the backends that have one, the
+fastest at the lengths of the call that is traced stays, so that no graph is made anew for a length alone.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from attnroute.engine import repairs
-from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply
-from attnroute.engine.quadratic import SMALL_MASK
-from attnroute.engine.rank import may_precede, preferred
+from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply, prepared
+from attnroute.engine.quadratic import SMALL_MASK, tensor_bytes
+from attnroute.engine.rank import may_precede, preferred, time_ms
 from attnroute.question.facts import LENGTH_FACTS, Facts, facts_of
 from attnroute.question.nodes import AlibiBias
 from attnroute.tables import conditions
@@ -119,41 +120,76 @@ def _rows(decision: Decision, tables: Tables, fields: Fields) -> Iterator[OpenRo
     able = [verdict for verdict in decision.verdicts if not _is_excluded(verdict)]
     rows = {verdict.backend: _applicable_rules(verdict, decision, tables) for verdict in able}
     possible = [verdict for verdict in able if not _stays_out(verdict, rows[verdict.backend], fields)]
-    yield from _of_preferences(decision, tables, fields, {verdict.backend for verdict in possible})
-    if any(verdict.repairs and not BUILD_MASKS.isdisjoint(verdict.repairs) for verdict in decision.verdicts):
-        # Whether a mask that is built is small decides who comes first.
-        yield OpenRow((OpenBox((SMALL_MASK,), decides=True),), (), exact=True)
+    times = {verdict.backend: _own_ms(verdict, decision, tables) for verdict in possible}
+    yield from _of_preferences(decision, tables, fields, times)
+    yield from _of_masks(decision)
     if isinstance(call.bias, AlibiBias):
         per_head = repairs.SMALL_BIAS // max(1, call.num_heads_q)
-        yield OpenRow((OpenBox((("mask_elements", f"<={per_head}"),), decides=True),), (), exact=True)
+        yield _condition("mask_elements", f"<={per_head}")
     preferences_here = preferred(Facts(call), decision.host, tables)
     for verdict in possible:
-        if may_precede(verdict.backend, decision, preferences_here, tables.slow_tier):
+        own = times[verdict.backend]
+        if may_precede(verdict.backend, own, decision, preferences_here, tables.slow_tier):
             options = [row.option for row in tables.options(decision.host.arch, verdict.backend)]
             yield from _of_backend(verdict, decision, rows[verdict.backend], options, fields)
 
 
+def _condition(field: str, spec: Spec) -> OpenRow:
+    return OpenRow((OpenBox(((field, spec),), decides=True),), (), exact=True)
+
+
+def _own_ms(verdict: Verdict, decision: Decision, tables: Tables) -> float | None:
+    """Return what a backend takes, or would if no row ruled it out; None where no time is predicted."""
+    if verdict.predicted_ms is not None:
+        return verdict.measured_ms
+    call = decision.call
+    cost = prepared(tables, decision.host)[verdict.backend].cost(call, call, (), 0)
+    return None if cost is None or cost.kind == "inferred" else time_ms(cost, call)
+
+
+def _of_masks(decision: Decision) -> Iterator[OpenRow]:
+    """Yield the conditions on the size of masks that are built, which decide who comes first."""
+    builders = [verdict for verdict in decision.verdicts if not BUILD_MASKS.isdisjoint(verdict.repairs)]
+    if any(v.measured_ms is None or not v.quadratic_bytes for v in builders):
+        yield _condition(*SMALL_MASK)
+    for verdict in builders:
+        if verdict.backend == decision.selected and verdict.quadratic_bytes:
+            # With both lengths tensors grow, and the mask with the product of both.
+            elements = decision.call.seqlen_q * decision.call.seqlen_kv
+            most = elements * tensor_bytes(decision.call) ** 2 // verdict.quadratic_bytes**2
+            yield _condition("mask_elements", f"<={most}")
+
+
 def _of_preferences(
-    decision: Decision, tables: Tables, fields: Fields, possible: set[str]
+    decision: Decision, tables: Tables, fields: Fields, possible: dict[str, float | None]
 ) -> Iterator[OpenRow | None]:
     """Yield the preference that puts the selected backend first, and those that could put another there.
+
+    Those with a predicted time share the places that preferences give to them: it counts which of these comes
+    first, and what without one could come before it.
 
     Args:
         decision: The decision.
         tables: The tables that it was made with.
         fields: The fields whose values may change.
-        possible: The backends that may run, or may with other values.
+        possible: The backends that may run, or may with other values; what each takes, where it is predicted.
     """
     call, selected, policy = decision.call, decision.selected, decision.policy
     if selected is None or selected in (policy.require, *policy.prefer, *(policy.allow or ())):
         # Nothing runs, or a backend that the user names, whatever the tables prefer.
         return
+    first_ones, rivals = {selected}, possible.keys() - {selected}
+    if possible.get(selected) is not None:
+        first_ones = {backend for backend in decision.order if possible.get(backend) is not None}
+        rivals = {backend for backend, own_ms in possible.items() if own_ms is None}
+    if not rivals:
+        return
     known = Facts(call)
     for row in (found.preference for found in preferences(tables, decision.host.arch)):
-        first, named = row.first, selected in row.first
+        at = next((place for place, name in enumerate(row.first) if name in first_ones), None)
         applies = certainly_holds(row, known, decision.host)
-        before = first[: first.index(selected)] if named else first
-        matters = named if applies else not possible.isdisjoint(before)
+        named = at is not None
+        matters = named if applies else not rivals.isdisjoint(row.first[:at])
         if matters and row.phase in (None, call.phase):
             yield _open_row(row, fields, [known])
         if applies and named:

@@ -12,17 +12,21 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from attnroute.engine import repairs
+from attnroute.engine.costs import Cost, cost_of
 from attnroute.engine.finding import Finding, of_feature, of_rule, ranges_text
+from attnroute.engine.rounding import rounded_call
 from attnroute.errors import TableError
 from attnroute.memory import TABLES, cached
 from attnroute.question.call import Call
 from attnroute.question.facts import Facts, needed_features
 from attnroute.question.host import Host
 from attnroute.tables.alternatives import alternatives, names_in, spare
+from attnroute.tables.cards import peak_of
 from attnroute.tables.conditions import Compiled, Tri, combine_and
+from attnroute.tables.costs import Costs, costs_of
 from attnroute.tables.folders import Tables
 from attnroute.tables.rows import FeatureRow, OptionRow, RuleRow
-from attnroute.tables.schema import BackendInfo, Option, Preference, Rule
+from attnroute.tables.schema import BackendInfo, Option, Peak, Preference, Rule
 from attnroute.tables.versions import contains, version_of
 from attnroute.vocabulary import Feature, Outcome, Repair, RuleKind
 
@@ -44,7 +48,7 @@ class Form:
         answers: What compiled conditions gave.
     """
 
-    __slots__ = ("_changes", "_features", "answers", "call", "facts")
+    __slots__ = ("_changes", "_features", "_rounded", "answers", "call", "facts")
 
     def __init__(self, call: Call) -> None:
         """Compute nothing yet."""
@@ -53,6 +57,7 @@ class Form:
         self.answers: dict[Compiled, Tri] = {}
         self._features: tuple[Feature, ...] | None = None
         self._changes: dict[Repair, tuple[Form, int] | None] = {}
+        self._rounded: Form | None = None
 
     @property
     def features(self) -> tuple[Feature, ...]:
@@ -67,6 +72,13 @@ class Form:
             change = repairs.apply(repair, self.call)
             self._changes[repair] = None if change is None else (Form(change[0]), change[1])
         return self._changes[repair]
+
+    @property
+    def rounded(self) -> Form:
+        """The form at rounded lengths, for which backends are put in order."""
+        if self._rounded is None:
+            self._rounded = Form(rounded_call(self.call))
+        return self._rounded
 
 
 Blocker = tuple[str, RuleKind, Outcome, Repair | None]
@@ -102,6 +114,8 @@ class Prepared:
         rows: Every row in scope; None where no table describes the backend here.
         features: Its answers about features.
         options: Its rows of options.
+        costs: What its kernels were measured to take, here or on an architecture that this one inherits.
+        peak: What the card can do at most.
     """
 
     backend: str
@@ -110,6 +124,8 @@ class Prepared:
     rows: tuple[RuleRow, ...] | None
     features: dict[str, FeatureRow] = field(default_factory=dict)
     options: tuple[OptionRow, ...] = ()
+    costs: Costs | None = None
+    peak: Peak | None = None
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
@@ -138,6 +154,19 @@ class Prepared:
         """Whether a row rejects every call on this host, so that nobody has to ask the others."""
         return any(row.rule.is_absolute for row in self.rows or ())
 
+    def cost(self, given: Call, final: Call, repairs: tuple[Repair, ...], extra_bytes: int) -> Cost | None:
+        """Predict the time of a call, None where nothing was measured that speaks about it.
+
+        Args:
+            given: The call, normalised.
+            final: The call as the kernel gets it.
+            repairs: What made the one of the other.
+            extra_bytes: What these allocate.
+        """
+        if self.costs is None or self.peak is None:
+            return None
+        return cost_of(given, final, repairs, extra_bytes, self.costs, self.peak)
+
 
 @cached(256, TABLES)
 def prepared(tables: Tables, host: Host, scopes: frozenset[str] = ROUTE_SCOPES) -> dict[str, Prepared]:
@@ -149,7 +178,8 @@ def _prepared(tables: Tables, host: Host, backend: str, scopes: frozenset[str]) 
     rows = tables.rules(host.arch, backend)
     scoped = None if rows is None else tuple(row for row in rows if row.rule.scope in scopes)
     info, features = tables.info(host.arch, backend), tables.features(host.arch, backend)
-    return Prepared(backend, host, info, scoped, features, tables.options(host.arch, backend))
+    options, costs = tables.options(host.arch, backend), costs_of(tables, host.arch, backend)
+    return Prepared(backend, host, info, scoped, features, options, costs, peak_of(tables, host))
 
 
 def _active(rows: Iterable[RuleRow], host: Host, info: BackendInfo) -> Iterable[Active]:
@@ -201,7 +231,7 @@ class Evaluation:
         self.rows, self.form = rows, form
         self.outcomes = outcomes_of(rows, form)
         self.blocking: list[Blocker] = list(rows.always)
-        self.slow: list[str] = []
+        self.slow: list[RuleRow] = []
         if rows.rows is not None:
             self._answer_features()
             self._sort_rows()
@@ -221,7 +251,7 @@ class Evaluation:
         for place, row, *_ in self.rows.active:
             outcome, rule = self.outcomes[place], row.rule
             if rule.kind == "slow":
-                self.slow += [row.id] if outcome == "fail" else []
+                self.slow += [row] if outcome == "fail" else []
             elif outcome in ("fail", "unknown"):
                 self.blocking.append((row.id, rule.kind, outcome, rule.repair))
 

@@ -1,8 +1,9 @@
 """When a mask that is built for a kernel makes the memory of a call quadratic in the length.
 
 A kernel without windows or documents can be handed a dense mask in their place. Its time is then that of full
-attention and its memory grows with seqlen_q * seqlen_kv, so such a route comes after every route that builds
-nothing of that size (`engine.rank`).
+attention and its memory grows with seqlen_q * seqlen_kv. Where that time is not predicted, such a route comes
+after every route that builds nothing of that size; where it is, only with a mask that takes more memory than
+query, key, value and output (`engine.rank`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Final
 from attnroute.question.call import Call
 from attnroute.question.facts import Facts
 from attnroute.tables.conditions import compiled
+from attnroute.vocabulary import DTYPE_BYTES
 
 SMALL_MASK: Final = ("mask_elements", "<4194304")
 """The condition under which a mask of padded rows is too small to count. Below 2048 queries and keys it takes
@@ -25,6 +27,12 @@ _SCORE_BYTES: Final = 4
 def score_bytes(call: Call) -> int:
     """Return the bytes of one float32 score matrix: batch * num_heads_q * seqlen_q * seqlen_kv * 4."""
     return call.batch * call.num_heads_q * call.seqlen_q * call.seqlen_kv * _SCORE_BYTES
+
+
+def tensor_bytes(call: Call) -> int:
+    """Return the bytes of query, key, value and output."""
+    tokens = call.seqlen_q * call.num_heads_q + call.seqlen_kv * call.num_heads_kv
+    return call.batch * tokens * (call.head_dim_qk + call.head_dim_v) * DTYPE_BYTES[call.dtype]
 
 
 def holds_quadratic(facts: Facts) -> bool:

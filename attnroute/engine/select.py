@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from attnroute.engine.costs import Cost
 from attnroute.engine.decision import Exclusion
 from attnroute.engine.evaluate import Evaluation, Form, Prepared, prepared
 from attnroute.engine.options import Options, options_for
-from attnroute.engine.quadratic import holds_quadratic, may_grow, score_bytes
-from attnroute.engine.rank import preferred, ranked
+from attnroute.engine.quadratic import holds_quadratic, may_grow, score_bytes, tensor_bytes
+from attnroute.engine.rank import Standing, preferred, ranked, time_ms
 from attnroute.engine.repairs import ORDER
 from attnroute.question import fits
 from attnroute.question.call import Call
@@ -50,11 +51,13 @@ class Judgement:
         rows: The rows of the backend on this host.
         form: The call as given.
         policy: The settings in force.
+        free_memory: Bytes of the device that are free; None where nobody asked.
     """
 
     rows: Prepared
     form: Form
     policy: Policy
+    free_memory: int | None = None
 
     @property
     def backend(self) -> str:
@@ -104,6 +107,43 @@ class Judgement:
         return self.stages.quadratic_bytes if self.is_able else 0
 
     @cached_property
+    def cost(self) -> Cost | None:
+        """What the call is predicted to take, None where nothing was measured that speaks about it."""
+        final, extra_bytes = self.final.form.call, self.stages.extra_bytes
+        return self.rows.cost(self.form.call, final, self.repairs, extra_bytes) if self._is_measured else None
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether times of the kernel hold: not of these versions where a row says that they are slow."""
+        return self.is_able and not any(row.rule.versions for row in self.final.slow)
+
+    @cached_property
+    def standing(self) -> Standing:
+        """What the place of the backend depends on; lengths count rounded."""
+        cost, mask_bytes = self._rounded_cost()
+        cost = None if cost is None or cost.kind == "inferred" else cost
+        compiling, rounded = self.rows.info.first_call_seconds, self.form.rounded.call
+        shared = 0.0 if compiling is None else max(compiling) * 1000 / self.policy.expected_calls
+        return Standing(
+            is_certain=self.status == "eligible",
+            time_ms=None if cost is None else time_ms(cost, rounded) + shared,
+            builds=self.quadratic_bytes > 0 and (cost is None or mask_bytes > tensor_bytes(rounded)),
+            is_slow=self.is_slow,
+        )
+
+    def _rounded_cost(self) -> tuple[Cost | None, int]:
+        """Predict the time at rounded lengths; return it with the bytes of masks that are built."""
+        if not self._is_measured:
+            return None, 0
+        form, extra_bytes, mask_bytes = self.form.rounded, 0, 0
+        for repair in self.repairs:
+            # One that the rounded lengths do not need changes nothing.
+            form, size = form.repaired(repair) or (form, 0)
+            extra_bytes += size
+            mask_bytes += size if repair in BUILD_MASKS else 0
+        return self.rows.cost(self.form.rounded.call, form.call, self.repairs, extra_bytes), mask_bytes
+
+    @cached_property
     def options(self) -> Options:
         """Tile options that rows state for the kernel on this call."""
         if not self.is_able:
@@ -117,8 +157,20 @@ class Judgement:
 
     @cached_property
     def excluded(self) -> Exclusion | None:
-        """Why policy keeps the backend out, whatever its verdict."""
-        return _exclusion(self.rows, self.status, self.policy)
+        """Why policy or the free memory keeps the backend out, whatever its verdict."""
+        return _exclusion(self.rows, self.status, self.policy) or self._without_room()
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the backend allocates besides the output: for its repairs, and for scores."""
+        return (self.stages.extra_bytes if self.is_able else 0) + self.score_bytes
+
+    def _without_room(self) -> Exclusion | None:
+        """A backend that is required runs, and the device says what it lacks."""
+        free, needed = self.free_memory, self.needed_bytes
+        if free is None or needed <= free or self.policy.require is not None:
+            return None
+        return Exclusion(reason="memory", origin="the device", needed_bytes=needed, free_bytes=free)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +212,8 @@ def select(call: Call, host: Host, tables: Tables, policy: Policy) -> Selection:
     if policy.transform is not None and call.context.transform is None:
         call = call.changed(context=call.context.changed(transform=policy.transform))
     form = Form(normalize(call))
-    judgements = {name: Judgement(rows, form, policy) for name, rows in prepared(tables, host).items()}
+    rows, free = prepared(tables, host.lasting), host.free_memory
+    judgements = {name: Judgement(found, form, policy, free) for name, found in rows.items()}
     preferences = preferred(form.facts, host, tables)
     order = ranked(judgements, preferences, policy, tables.slow_tier)
     return Selection(call, host, policy, tables, judgements, preferences, order)

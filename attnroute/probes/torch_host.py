@@ -105,6 +105,14 @@ def cudnn_text(number: int) -> str:
     return f"{number // _CUDNN_MAJOR}.{number % _CUDNN_MAJOR // _CUDNN_MINOR}.{number % _CUDNN_MINOR}"
 
 
+def free_memory(device_type: str, index: int | None) -> int | None:
+    """Return how many bytes of a CUDA device are free, those that torch holds unused counted; else None."""
+    if device_type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(index)
+    return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+
+
 def default_host(providers: Providers) -> Host:
     """Return the host of the current CUDA device, or of the CPU where there is none."""
     if torch.cuda.is_available():

@@ -25,16 +25,24 @@ class Host(Plain):
         versions: Distribution or library to version: torch, cuda, cudnn, flash-attn-4, ... A provider
             that is missing is not installed.
         broken: Distribution to the error its import raised, for installs that cannot be used.
+        free_memory: Bytes of the device that are free for what a call makes besides its output; None where
+            nobody asked, and then nothing is kept out for what it takes.
     """
 
     arch: Arch
     device_name: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     broken: dict[str, str] = Field(default_factory=dict)
+    free_memory: Annotated[int, Field(ge=0)] | None = None
 
     def __hash__(self) -> int:
         """Hash by value, so that a host can be part of a cache key."""
-        return hash((self.arch, self.device_name, tuple(sorted(self.versions.items()))))
+        return hash((self.arch, self.device_name, tuple(sorted(self.versions.items())), self.free_memory))
+
+    @property
+    def lasting(self) -> Host:
+        """The host without what changes from call to call."""
+        return self if self.free_memory is None else self.model_copy(update={"free_memory": None})
 
     def with_versions(self, changes: dict[str, str | None]) -> Host:
         """Return a copy with versions set, or removed where the value is None."""

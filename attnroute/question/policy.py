@@ -16,6 +16,10 @@ from attnroute.question.plain import Plain
 
 QUADRATIC_LIMIT_BYTES = 256 * 2**20
 """Scores above this size are never computed by the slow tier without a warning that names them."""
+EXPECTED_CALLS = 1_000_000
+"""How many calls share the compilation of a first one: an hour of training has as many."""
+MOST_CALLS = 10**15
+"""The most that may be expected: beyond, the share of a call is nothing."""
 
 
 class Policy(Plain):
@@ -30,6 +34,8 @@ class Policy(Plain):
         allow_unknown: A backend that no row speaks about may be chosen.
         recognize: Look into dense masks.
         quadratic_limit_bytes: Above this the slow tier warns.
+        expected_calls: How many calls of each kind are expected: the time for which a backend's first call
+            compiles is divided among so many.
         tables: Overlay folder; a relative path is one of the directory in which the policy was made.
         transform: "double_backward" when the caller will differentiate twice, which no tensor shows.
         failed: Backends whose kernel was refused before its launch for calls like this one in this process,
@@ -45,6 +51,7 @@ class Policy(Plain):
     allow_unknown: bool = False
     recognize: bool = True
     quadratic_limit_bytes: int = QUADRATIC_LIMIT_BYTES
+    expected_calls: Annotated[int, Field(ge=1, le=MOST_CALLS)] = EXPECTED_CALLS
     tables: Annotated[Path, AfterValidator(Path.absolute)] | None = None
     transform: str | None = None
     failed: tuple[tuple[str, str], ...] = ()
@@ -62,6 +69,7 @@ class Policy(Plain):
             self.allow_unknown,
             self.recognize,
             self.quadratic_limit_bytes,
+            self.expected_calls,
             self.tables,
             self.transform,
             self.failed,

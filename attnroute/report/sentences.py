@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from attnroute.engine.decision import REST
 from attnroute.question.nodes import CausalNode, DenseNode, DocumentsNode, KeyPaddingNode, WindowNode
 from attnroute.report.layout import size
 from attnroute.tables.alternatives import alternatives
@@ -32,6 +33,7 @@ _EXCLUSIONS: Final = {
     "strict": "kept out by strict, set by {origin}",
     "failed": "kept out because it failed in this process: {origin}",
     "unknown": "not chosen without allow_unknown ({origin})",
+    "memory": "kept out because it allocates {needed} and {free} are free",
 }
 _BARRIERS: Final = {
     "banned": "the ban by {origin}",
@@ -81,12 +83,29 @@ def status(verdict: Verdict, decision: Decision) -> str:
         parts.append(f"after {listed(verdict.repairs)}{more}")
     if verdict.score_bytes and verdict.status != "rejected":
         parts.append(f"{size(verdict.score_bytes)} of scores")
-    if verdict.predicted_ms is not None:
-        parts.append(f"predicted {verdict.predicted_ms:.3g} ms")
+    parts += _time(verdict, decision)
     parts += [_missing(need, decision.host) for need in verdict.missing]
     if verdict.excluded is not None:
         parts.append(exclusion(verdict.excluded))
     return ", ".join(parts)
+
+
+def _time(verdict: Verdict, decision: Decision) -> list[str]:
+    """Say the predicted time; of a candidate without one that nothing was measured, if others have one."""
+    parts, total = verdict.prediction, verdict.predicted_ms
+    if parts is None or total is None:
+        is_odd = verdict.backend in decision.order and is_timed(decision)
+        return ["no measurement"] if is_odd else []
+    said = f"predicted {total:.3g} ms"
+    if total > parts.device_ms:
+        said = f"{said} of the host, {parts.device_ms:.3g} ms of the device"
+    return [said if parts.kind == "measured" else f"{said} (inferred)"]
+
+
+def is_timed(decision: Decision) -> bool:
+    """Return whether predicted times made a part of the order."""
+    timed = [v for v in decision.verdicts if v.measured_ms is not None and v.backend in decision.order]
+    return len(timed) > 1
 
 
 def _missing(need: str, host: Host) -> str:
@@ -110,8 +129,9 @@ def needed(need: str) -> str:
 
 
 def exclusion(excluded: Exclusion) -> str:
-    """Say why policy excludes a backend, and which setting does."""
-    return _EXCLUSIONS[excluded.reason].format(origin=excluded.origin)
+    """Say why a backend is excluded, and which setting does it."""
+    needed, free = size(excluded.needed_bytes), size(excluded.free_bytes)
+    return _EXCLUSIONS[excluded.reason].format(origin=excluded.origin, needed=needed, free=free)
 
 
 def barrier(excluded: Exclusion) -> str:
@@ -138,15 +158,31 @@ def why_selected(decision: Decision) -> str:
         return f"preferred by {policy.origin_of('prefer')}"
     if policy.allow is not None:
         return f"first of those that {policy.origin_of('allow')} allows"
+    if is_timed(decision) and decision.verdict(selected or "").measured_ms is not None:
+        return "first of those that may run, by predicted time"
     rows, reason = preferences(decision)
     if not reason:
-        return f"first by name, because {decision.why_this_order}"
+        return "first by name, because no preference applies"
     return f"first of those that may run, because {reason} [{rows[0]}]"
 
 
+def order_by(decision: Decision) -> str:
+    """Say what made the order: predicted times and where they come from, preferences, or names."""
+    rows, _ = preferences(decision)
+    by = f"by {listed([f'[{row}]' for row in rows]) or 'name'}"
+    if not is_timed(decision):
+        return f"{by}; their times are unmeasured"
+    times, rest, _ = decision.why_this_order.partition(REST)
+    return f"by {times}{f'; the others {by}' if rest else ''}"
+
+
 def preferences(decision: Decision) -> tuple[list[str], str]:
-    """Return the rows that made the order, and the reason of the first; both are empty where none applies."""
-    rows, _, reason = decision.why_this_order.partition(": ")
+    """Return the rows that placed what has no predicted time, and the reason of the first.
+
+    Both are empty where none applies.
+    """
+    why = decision.why_this_order
+    rows, _, reason = (why.partition(REST)[2] if is_timed(decision) else why).partition(": ")
     return (rows.split(", "), reason) if reason else ([], "")
 
 
@@ -155,7 +191,8 @@ def host_line(host: Host) -> str:
     names = [n for n in _FIRST_VERSIONS if n in host.versions]
     names += sorted(set(host.versions) - set(names))
     parts = [host.arch, *([host.device_name] if host.device_name else [])]
-    return ", ".join([*parts, *(f"{name} {host.versions[name]}" for name in names)])
+    free = [] if host.free_memory is None else [f"{size(host.free_memory)} free"]
+    return ", ".join([*parts, *(f"{name} {host.versions[name]}" for name in names), *free])
 
 
 def settings(policy: Policy) -> list[str]:
@@ -168,6 +205,7 @@ def settings(policy: Policy) -> list[str]:
         "strict": "on" if policy.strict else "",
         "allow_unknown": "on" if policy.allow_unknown else "",
         "recognize": "" if policy.recognize else "off",
+        "expected_calls": f"{policy.expected_calls:,}" if "expected_calls" in policy.origin else "",
         "tables": str(policy.tables or ""),
         "transform": policy.transform,
     }

@@ -77,20 +77,13 @@ def _head(decision: Decision) -> list[str]:
     ):
         lines += [line for text in texts for line in field(label, text)]
     if len(decision.order) > 1:
-        lines += field("order", _order(decision))
+        lines += field("order", f"{', '.join(decision.order)} ({sentences.order_by(decision)})")
     return lines
-
-
-def _order(decision: Decision) -> str:
-    unmeasured = all(decision.verdict(b).predicted_ms is None for b in decision.order)
-    rows, _ = sentences.preferences(decision)
-    by = sentences.listed([f"[{row}]" for row in rows]) or "name"
-    return ", ".join(decision.order) + (f" (by {by}; their times are unmeasured)" if unmeasured else "")
 
 
 def _verdicts(verdicts: list[Verdict], decision: Decision) -> list[list[str]]:
     candidates = decision.order
-    return [_verdict(v, decision, _notes(v) if v.backend in candidates else []) for v in verdicts]
+    return [_verdict(v, decision, _notes(v, decision) if v.backend in candidates else []) for v in verdicts]
 
 
 def _verdict(verdict: Verdict, decision: Decision, notes: list[str]) -> list[str]:
@@ -100,16 +93,22 @@ def _verdict(verdict: Verdict, decision: Decision, notes: list[str]) -> list[str
     return lines
 
 
-def _notes(verdict: Verdict) -> list[str]:
+def _notes(verdict: Verdict, decision: Decision) -> list[str]:
     """How a candidate would run: what is built for it, the options of its kernel, what compiling it takes."""
-    built = f"builds {size(verdict.quadratic_bytes)} of mask, an entry for every query and key"
-    notes = [f"{built}, so it comes after backends that need none"] if verdict.quadratic_bytes else []
+    notes = []
+    if verdict.quadratic_bytes:
+        built = f"builds {size(verdict.quadratic_bytes)} of mask, an entry for every query and key"
+        counts = verdict.counts_mask(decision.call)
+        notes.append(f"{built}, so it comes after backends that need none" if counts else built)
     notes += [f"kernel options {values} [{row}]" for row, values in _options(verdict).items()]
     if verdict.compiled_seconds is not None:
         notes.append(f"compiled in {verdict.compiled_seconds:.2g} s, as each structure is at its first call")
     elif verdict.first_call_seconds is not None:
         least, most = verdict.first_call_seconds
-        notes.append(f"the first call of each structure compiles ({least:g} to {most:g} s)")
+        shared = (
+            "" if verdict.measured_ms is None else f", shared by {decision.policy.expected_calls:,} calls"
+        )
+        notes.append(f"the first call of each structure compiles ({least:g} to {most:g} s){shared}")
     return notes
 
 
@@ -135,8 +134,8 @@ def _alternatives(decision: Decision) -> list[str]:
 
 
 def _is_kept_out(verdict: Verdict) -> bool:
-    """Policy keeps it out, and not a failure, which no other policy would lift."""
-    return verdict.excluded is not None and verdict.excluded.reason != "failed"
+    """Policy keeps it out, and not a failure or a want of memory, which no other policy would lift."""
+    return verdict.excluded is not None and verdict.excluded.reason not in ("failed", "memory")
 
 
 def _avoidance(decision: Decision) -> str:

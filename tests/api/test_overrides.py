@@ -265,6 +265,12 @@ OF_A_BLOCK = {
     "strict as a word": ({"strict": "no"}, "strict requires True or False; got 'no'; pass one of them"),
     "a number": ({"recognize": 0}, "recognize requires True or False; got 0; pass one of them"),
     "allow_unknown": ({"allow_unknown": "x"}, "allow_unknown requires True or False; got 'x'; pass one"),
+    "no calls": (
+        {"expected_calls": 0},
+        "expected_calls requires a whole number of calls from 1 to 1.*; got 0",
+    ),
+    "a share of calls": ({"expected_calls": 1.5}, "expected_calls requires a whole number .*; got 1.5; pass"),
+    "True calls": ({"expected_calls": True}, "expected_calls requires a whole number .*; got True; pass"),
     "twice": ({"double_backward": 1}, "double_backward requires True or False; got 1; pass one of them"),
 }
 

@@ -34,9 +34,9 @@ def made(monkeypatch):
     found = []
     make = routes.make
 
-    def counted(args, policy, key):
+    def counted(args, policy, key, **options):
         found.append(key)
-        return make(args, policy, key)
+        return make(args, policy, key, **options)
 
     monkeypatch.setattr(routes, "make", counted)
     return found

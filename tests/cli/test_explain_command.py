@@ -77,6 +77,7 @@ def test_the_exit_code_says_what_was_selected(words, code, capsys) -> None:
         (["--arch", "sm_90", "--q", "1,2,3"], "--q requires counts B,HQ,SQ,D"),
         (["--arch", "sm_90", "--kv", "1"], "--kv requires counts HKV,SKV or HKV,SKV,DV"),
         (["--arch", "sm_90", "--mask", "casual"], 'did you mean "causal"?'),
+        (["--arch", "sm_90", "--free-memory", "10GB"], "--free-memory requires a size like 10GiB, 512MiB or"),
     ],
 )
 def test_a_wrong_word_is_one_sentence_on_stderr(words, names, capsys) -> None:
@@ -116,6 +117,17 @@ def test_json_for_another_machine_is_the_decision(capsys, host_file) -> None:
     )
     assert decision == expected
     assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1.5GiB", 3 * 2**29), ("512 MiB", 2**29), ("1000000", 10**6), ("0", 0)]
+)
+def test_free_memory_keeps_out_what_allocates_more(text, size, capsys) -> None:
+    call = "bf16 b2 hq32 sq2048 d128 train"
+    decision, _, _ = explained(capsys, call, "--arch", "sm_90", "--free-memory", text)
+    scores = decision.verdict("math").score_bytes
+    assert decision.host.free_memory == size
+    assert (decision.verdict("math").excluded is not None) is (scores > size)
 
 
 def test_a_recorded_host_takes_and_loses_versions(capsys, host_file) -> None:

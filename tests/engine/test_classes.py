@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
+from support.costs import by_size, predicting
 from support.strategies import calls, hosts
 
 from attnroute.engine.classes import class_of, length_conditions
@@ -32,8 +33,8 @@ DECODE = {
 }
 
 
-def outcome(call, host):
-    decision = decide(call, host)
+def outcome(call, host, tables=None):
+    decision = decide(call, host, tables)
     verdicts = tuple((v.backend, v.status, v.repairs) for v in decision.verdicts)
     return decision.selected, decision.order, verdicts
 
@@ -54,17 +55,17 @@ def at_lengths(call, seqlen_q, seqlen_kv):
 
 
 @st.composite
-def pairs_of_a_class(draw):
+def pairs_of_a_class(draw, find_tables):
     """Draw a host and two calls of one class that differ in their lengths."""
-    call, host = draw(calls()), draw(hosts())
-    where = class_of(call, host.arch, load())
+    call, host, tables = draw(calls()), draw(hosts()), find_tables()
+    where = class_of(call, host.arch, tables)
     assume(where is not None)
     for step in draw(st.permutations(STEPS)):
         for queries, keys in ((step, step), (0, step), (step, 0)):
             if call.seqlen_q + queries < 0 or call.seqlen_kv + keys < 0:
                 continue
             other = at_lengths(call, call.seqlen_q + queries, call.seqlen_kv + keys)
-            if class_of(other, host.arch, load()) == where and is_callable(other):
+            if class_of(other, host.arch, tables) == where and is_callable(other):
                 return host, call, other
     return reject()
 
@@ -78,12 +79,21 @@ def is_callable(call):
 
 
 @settings(max_examples=60)
-@given(pairs_of_a_class())
+@given(pairs_of_a_class(load))
 def test_equal_classes_have_equal_outcomes(pair):
     host, call, other = pair
     assert outcome(call, host) == outcome(other, host)
 
 
+@settings(max_examples=60)
+@given(st.data())
+def test_equal_classes_are_ordered_alike_by_predicted_times(data):
+    with predicting(by_size) as tables:
+        host, call, other = data.draw(pairs_of_a_class(lambda: tables))
+        assert outcome(call, host, tables) == outcome(other, host, tables)
+
+
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("phase", ["inference", "training"])
 @pytest.mark.parametrize(
     "mask", [[], [{"kind": "causal", "alignment": "bottom_right"}], [{"kind": "key_padding"}]]
@@ -112,6 +122,7 @@ def test_a_length_that_a_rule_asks_about_is_another_class():
 COMBINED = "bf16 b1 hq8 sq300 d64 "
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     ("one", "other"),
     [

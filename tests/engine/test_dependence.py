@@ -68,6 +68,7 @@ def host(arch, versions):
     return Host(arch=arch, versions=versions)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @settings(max_examples=80, deadline=None, phases=NO_SHRINK)
 @given(
     st.sampled_from(LINES),
@@ -90,6 +91,7 @@ def test_where_the_answers_stay_the_same_runs(line, phase, arch, versions, batch
         assert what_runs(decide(other, machine, tables)) == what_runs(graph.decision)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @settings(max_examples=60, deadline=None, phases=NO_SHRINK)
 @given(calls(), hosts(), st.sampled_from([2, 64]), st.sampled_from(LENGTHS), st.booleans())
 def test_the_same_holds_for_any_call(call, machine, batch, length, longer):
@@ -104,6 +106,29 @@ def test_the_same_holds_for_any_call(call, machine, batch, length, longer):
     graph = graph_of(call, machine, tables)
     if graph.decision.selected is not None and graph.holds((batch, length, length * (1 + longer))):
         assert what_runs(decide(other, machine, tables)) == what_runs(graph.decision)
+
+
+@settings(max_examples=60, deadline=None, phases=NO_SHRINK)
+@given(
+    st.sampled_from(LINES),
+    st.sampled_from(["", " train"]),
+    st.sampled_from([TORCHS, EVERYTHING]),
+    st.sampled_from(LENGTHS),
+    st.sampled_from(LENGTHS),
+)
+def test_what_was_fastest_at_the_traced_lengths_may_run_wherever_the_answers_hold(
+    line, phase, versions, first, second
+):
+    """Times are no guards: at other lengths another one may be faster, and this one is as right."""
+    tables, machine = load(), host("sm_90", versions)
+    call = parse(line + phase).with_(seqlen_q=first, seqlen_kv=first)
+    graph, other = graph_of(call, machine, tables), call.with_(seqlen_q=second, seqlen_kv=second)
+    if masked_alike(call, other) and graph.holds((call.batch, second, second)):
+        backend, repairs, options = what_runs(graph.decision)
+        found = decide(other, machine, tables)
+        verdict = found.verdict(backend)
+        assert backend in found.order
+        assert (verdict.repairs, verdict.options) == (repairs, options)
 
 
 @pytest.mark.parametrize("versions", [TORCHS, EVERYTHING], ids=["torch", "everything"])
@@ -129,6 +154,7 @@ def test_a_backend_behind_the_selected_one_is_not_asked():
     assert not read & {"seqlen_q_mod_128", "seqlen_kv_mod_128"}
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_only_a_preference_that_could_put_another_backend_first_is_asked():
     """Short calls go to cudnn, which is first anyway where nothing but torch is installed."""
     call = normalize(parse("bf16 b2 hq32 sq8192 d128"))
@@ -150,6 +176,7 @@ def test_a_backend_that_is_preferred_or_required_is_asked_alone():
         assert "score_elements" not in read
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     "policy",
     [

@@ -1,4 +1,7 @@
-"""A route that builds a mask with an entry for every query and key comes after every one that builds none."""
+"""A route that builds a mask with an entry for every query and key comes after every one that builds none.
+
+So it is without predicted times. With one it is the memory that counts (`test_predicted_times.py`).
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ def built(decision, backend):
     return decision.verdict(backend).quadratic_bytes
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("phase", ["", " train"])
 @pytest.mark.parametrize("tokens", [256, 4000, 8192])
 @pytest.mark.parametrize(
@@ -53,6 +57,7 @@ def test_large_masks_are_built_for_nobody_while_others_need_none(arch, mask):
     assert built(decision, last) > 0 or last in SLOW_TIER or mask == "documents"
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_small_mask_and_a_tensor_that_the_caller_brought_count_for_nothing():
     for line in (
         "bf16 b2 hq8 hkv8 sq512 skv512 d64 prefix",
@@ -75,9 +80,10 @@ def test_a_wish_still_comes_first_and_the_explanation_says_what_is_built():
 @given(calls(), hosts())
 def test_nobody_who_builds_precedes_somebody_who_does_not(call, host):
     decision = decide(call, host)
-    fused = [b for b in decision.order if b not in SLOW_TIER]
-    builds = [built(decision, b) > 0 for b in fused]
-    assert builds == sorted(builds)
+    fused = [decision.verdict(b) for b in decision.order if b not in SLOW_TIER]
+    counts = [verdict.counts_mask(call) for verdict in fused]
+    assert counts == sorted(counts)
+    builds = [verdict.quadratic_bytes > 0 for verdict in fused]
     tensors = [n for n in call.mask if isinstance(n, DenseNode)]
     tensors += [call.bias] if isinstance(call.bias, DenseBias) else []
     if any(len(t.shape) > 1 and t.shape[-2] > 1 for t in tensors):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnroute.engine.rank import why
+from attnroute.engine.rank import why_placed
 from attnroute.tables.preferences import placed
 from attnroute.tables.rows import PreferenceRow
 from attnroute.tables.schema import Preference
@@ -37,11 +37,11 @@ ROWS = (SMALL, MIDDLE, BASE)
     ],
 )
 def test_rows_are_named_that_put_a_backend_where_it_is(able, said):
-    assert why(ROWS, tuple(able)) == said
+    assert why_placed(ROWS, tuple(able)) == said
 
 
 def test_a_row_that_moves_nothing_is_not_named():
-    assert why((row("odd", "a"), MIDDLE, BASE), tuple("ade")) == "odd, base: odds"
+    assert why_placed((row("odd", "a"), MIDDLE, BASE), tuple("ade")) == "odd, base: odds"
 
 
 def test_backends_that_no_row_names_come_last_by_name():

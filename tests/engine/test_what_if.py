@@ -18,6 +18,8 @@ from attnroute.question.policy import Policy
 from attnroute.tables.load import load
 from attnroute.tables.versions import contains
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 H100 = Host(arch="sm_90", versions={"torch": "2.11.0+cu130", "cuda": "13.0", "cudnn": "9.19.0"})
 CALL = Call(
     dtype="bfloat16",

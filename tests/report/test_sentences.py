@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.report_examples import GIB, HOST, decision, finding, verdict
+from support.report_examples import GIB, HOST, decision, finding, prediction, verdict
 
 from attnroute.engine.decision import Hint
 from attnroute.engine.stock import Stock
@@ -41,7 +41,15 @@ def test_only_findings_that_failed_or_are_unknown_are_said_and_blocking_ones_fir
     [
         (verdict("alpha"), "selected"),
         (verdict("beta"), "eligible"),
-        (verdict("beta", predicted_ms=1.2345), "eligible, predicted 1.23 ms"),
+        (verdict("beta", predicted_ms=1.2345, prediction=prediction(1.2345)), "eligible, predicted 1.23 ms"),
+        (
+            verdict("beta", predicted_ms=0.8449, prediction=prediction(0.3112, 0.8449)),
+            "eligible, predicted 0.845 ms of the host, 0.311 ms of the device",
+        ),
+        (
+            verdict("beta", predicted_ms=0.3112, prediction=prediction(0.3112, 0.8449, kind="inferred")),
+            "eligible, predicted 0.311 ms (inferred)",
+        ),
         (verdict("beta", repairs=("recognize_mask",)), "eligible, after recognize_mask"),
         (
             verdict("beta", repairs=("materialize_mask", "cast_mask"), extra_bytes=3 * GIB),
@@ -139,6 +147,53 @@ def test_what_put_the_selected_backend_first_is_said(policy, order, said) -> Non
     assert sentences.why_selected(decision(order=order, policy=wishes)) == said
 
 
+def timed(*backends, **fields):
+    """Return a decision among alpha, beta and gamma; those that are named have predicted times."""
+    known = {"predicted_ms": 1.0, "prediction": prediction()}
+    verdicts = [verdict(name, **(known if name in backends else {})) for name in ("alpha", "beta", "gamma")]
+    return decision(*verdicts, order=("alpha", "beta", "gamma"), **fields)
+
+
+TIMES = "predicted times, measured on NVIDIA H200, 2026-11-29"
+REASON = "any/arch/default: gamma is what beta is"
+
+
+@pytest.mark.parametrize(
+    ("given", "selected", "order"),
+    [
+        (
+            timed("alpha", "beta", "gamma", why_this_order=TIMES),
+            "first of those that may run, by predicted time",
+            f"by {TIMES}",
+        ),
+        (
+            timed("alpha", "beta", why_this_order=f"{TIMES}; for the rest {REASON}"),
+            "first of those that may run, by predicted time",
+            f"by {TIMES}; the others by [any/arch/default]",
+        ),
+        (
+            timed("beta", "gamma", why_this_order=f"{TIMES}; for the rest {REASON}"),
+            "first of those that may run, because gamma is what beta is [any/arch/default]",
+            f"by {TIMES}; the others by [any/arch/default]",
+        ),
+        (
+            timed("alpha", why_this_order=REASON),
+            "first of those that may run, because gamma is what beta is [any/arch/default]",
+            "by [any/arch/default]; their times are unmeasured",
+        ),
+    ],
+)
+def test_it_is_said_whether_times_or_preferences_made_the_order(given, selected, order) -> None:
+    assert sentences.why_selected(given) == selected
+    assert sentences.order_by(given) == order
+
+
+def test_a_candidate_without_a_time_among_some_with_one_was_not_measured() -> None:
+    given = timed("alpha", "beta", why_this_order=f"{TIMES}; for the rest {REASON}")
+    assert sentences.status(given.verdict("gamma"), given) == "eligible, no measurement"
+    assert sentences.status(given.verdict("alpha"), given) == "selected, predicted 1 ms"
+
+
 def test_without_a_preference_the_names_decide() -> None:
     given = decision(order=("alpha", "beta"), why_this_order="no preference applies")
     assert sentences.why_selected(given) == "first by name, because no preference applies"
@@ -152,11 +207,17 @@ def test_settings_are_said_with_their_origin_and_defaults_are_not() -> None:
     policy = Policy(
         ban=("alpha", "beta"),
         recognize=False,
-        origin={"ban": "ATTNROUTE_BACKENDS", "recognize": "override()"},
+        expected_calls=20_000,
+        origin={
+            "ban": "ATTNROUTE_BACKENDS",
+            "recognize": "override()",
+            "expected_calls": "ATTNROUTE_EXPECTED_CALLS=20000",
+        },
     )
     assert sentences.settings(policy) == [
         "ban alpha and beta (ATTNROUTE_BACKENDS)",
         "recognize off (override())",
+        "expected calls 20,000 (ATTNROUTE_EXPECTED_CALLS=20000)",
     ]
     assert sentences.settings(Policy()) == []
 

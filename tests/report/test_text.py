@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.report_examples import CALL, GIB, decision, finding, verdict
+from support.report_examples import CALL, GIB, decision, finding, prediction, verdict
 
 from attnroute.engine.decision import Hint
 from attnroute.engine.stock import Stock
@@ -46,9 +46,23 @@ def test_str_of_a_decision_is_the_explanation() -> None:
     assert str(given) == render_decision(given)
 
 
-def test_predicted_times_are_not_called_unmeasured() -> None:
-    given = decision(verdict("alpha", predicted_ms=2.0), verdict("beta"), order=("alpha", "beta"))
-    assert "order      alpha, beta\n" in render_decision(given)
+def test_predicted_times_are_said_with_their_source() -> None:
+    times = {"predicted_ms": 2.0, "prediction": prediction(2.0)}
+    given = decision(
+        verdict("alpha", **times),
+        verdict("beta", **times, quadratic_bytes=2**20, first_call_seconds=(1.0, 3.0)),
+        order=("alpha", "beta"),
+        why_this_order="predicted times, measured on NVIDIA H200, 2026-11-29",
+    )
+    assert render_decision(given).splitlines()[:1] + render_decision(given).splitlines()[3:] == [
+        "selected   alpha, first of those that may run, by predicted time",
+        "order      alpha, beta (by predicted times, measured on NVIDIA H200, 2026-11-29)",
+        "",
+        "alpha      selected, predicted 2 ms",
+        "beta       eligible, predicted 2 ms",
+        "           - builds 1 MiB of mask, an entry for every query and key",
+        "           - the first call of each structure compiles (1 to 3 s), shared by 1,000,000 calls",
+    ]
 
 
 def test_lines_are_wrapped_but_for_the_call() -> None:

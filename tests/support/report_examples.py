@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnroute.engine.decision import Decision, Exclusion, Verdict
+from attnroute.engine.decision import Decision, Exclusion, Prediction, Verdict
 from attnroute.engine.finding import Finding
 from attnroute.question.host import Host
 from attnroute.question.line import parse
@@ -25,6 +25,11 @@ def finding(**changes):
         "because": "the kernel stops at 64",
     }
     return Finding(**{**fields, **changes})
+
+
+def prediction(device_ms=1.0, host_ms=0.0, kind="measured", source="NVIDIA H200, 2026-11-29"):
+    """Return a prediction."""
+    return Prediction(device_ms=device_ms, host_ms=host_ms, kind=kind, source=source)
 
 
 def verdict(backend, status="eligible", *findings, excluded=None, origin="somebody", **fields):

@@ -18,27 +18,39 @@ from attnroute.tables.load import load
 from benchmarks import recorded, replay
 
 MEAN = {
-    "everything": {"fit": 1.15, "unseen": 1.14},
-    "torch alone": {"fit": 1.10, "unseen": 1.10},
+    "everything": {"fit": 1.055, "unseen": 1.06},
+    "torch alone": {"fit": 1.04, "unseen": 1.04},
 }
 """Geometric means of the choice's time over the best one's, by what is installed and by part."""
 WORST = 1.15
 """What one choice may take of the best one's time: the same call differs by a tenth between runs."""
 WORST_OF = {
-    "h200-torch2.11-sweep": 17.4,
-    "h200-torch2.11-models": 3.5,
-    "h200-torch2.11-grid": 2.7,
-    "h200-torch2.11-grid-tokens": 2.3,
+    "h100-torch2.11-backends": 1.4,
+    "h100-torch2.11-backends-2": 1.3,
+    "h100-torch2.11-chunked": 2.1,
+    "h100-torch2.11-fa4b36": 1.7,
+    "h100-torch2.11-flex-crossover": 2.1,
+    "h100-torch2.11-ragged": 1.3,
+    "h100-torch2.11-small-calls": 1.3,
+    "h200-torch2.11-grid": 1.5,
+    "h200-torch2.11-grid-tokens": 2.0,
+    "h200-torch2.11-models": 2.5,
+    "h200-torch2.11-sweep": 7.2,
 }
-"""The same for files that no order of the tables was made from."""
-SLOWER = {"everything": 203, "torch alone": 219}
+"""The same for files with calls whose times are predicted too far from what they take."""
+SLOWER = {"everything": 186, "torch alone": 200}
 """How many calls may take more than 1.02 of stock attention's time."""
 PRINTED = 10
 
 PACKAGES = get_args(replay.Packages)
 EXCEPTIONS = tomllib.loads((Path(__file__).parent / "data" / "replay_exceptions.toml").read_text("utf-8"))
 EXCEPT = {
-    bound: {call: e["because"] for e in EXCEPTIONS["exception"] if e["bound"] == bound for call in e["calls"]}
+    bound: {
+        call: e["because"]
+        for e in EXCEPTIONS.get("exception", ())
+        if e["bound"] == bound
+        for call in e["calls"]
+    }
     for bound in ("worst", "stock")
 }
 

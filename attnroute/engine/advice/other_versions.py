@@ -112,7 +112,7 @@ class _Backend:
         self._rows = {row.id: row.rule for row in judgement.rows.rows or ()}
         self._is_able = judgement.status == "eligible"
         final = judgement.final
-        self._obstacles = [row_id for row_id, *_ in final.blocking] or final.slow
+        self._obstacles = [row_id for row_id, *_ in final.blocking] or [row.id for row in final.slow]
 
     def tied(self) -> list[str]:
         """Return the distributions whose versions every obstacle is about."""
