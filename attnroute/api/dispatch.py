@@ -44,9 +44,10 @@ def run(given: Given) -> Output:
         raise error from None
     if route is None:
         route = routes.make(problem, policy, key, is_free=not checkpoint.is_inside())
-    else:
-        repeats.keep(given, problem, route)
     try:
-        return routes.execute(route, problem)
+        output = routes.execute(route, problem)
     except KernelRefusedError as error:
         return reroute(error, route, problem, policy, key)
+    # Only now is kept what was made of a new mask.
+    repeats.keep(given, problem, route)
+    return output

@@ -18,6 +18,7 @@ from attnroute.api import checkpoint, routes
 from attnroute.api.records import Given, Problem
 from attnroute.errors import KernelRefusedError
 from attnroute.executors.prepare.apply import bind
+from attnroute.masks import Causal, Window
 from attnroute.masks.kept import Keeper, known_keeper
 from attnroute.memory import Memory
 from attnroute.settings import environment
@@ -94,7 +95,7 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
 
 
 def keep(given: Given, problem: Problem, route: Route) -> None:
-    """Keep a call whose route was found, so that the next one like it goes the short way.
+    """Keep a call that ran, so that the next one like it goes the short way.
 
     Args:
         given: The arguments of the call.
@@ -102,6 +103,9 @@ def keep(given: Given, problem: Problem, route: Route) -> None:
         route: The route of the problem, under the settings of the environment.
     """
     if _Guards is None or checkpoint.is_near() or not _is_simple(given, problem):
+        return
+    if route.choice.call.context.cuda_graph or route.choice.host.free_memory is not None:
+        # As for routes: what a capture or a want of memory made the choice is not for other calls.
         return
     place, tensors, keeper = _place(given)
     check = (
@@ -194,6 +198,11 @@ def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], Keeper 
     if mask is not None:
         if type(mask) is Tensor and mask.dtype is not torch.bool:
             tensors, of_mask = (*tensors, mask), "bias"
+        elif type(mask) is Causal:
+            # Bands need no keeper, and are often made anew for each call.
+            of_mask = ("causal", mask.alignment)
+        elif type(mask) is Window:
+            of_mask = ("window", mask.left, mask.right, mask.alignment)
         else:
             keeper = known_keeper(mask)
             if keeper is None:
@@ -226,7 +235,7 @@ def _run(route: Route, given: Given, keeper: Keeper | None) -> Output | None:
     query, key, value, mask, bias = given[:5]
     if given.layout == "bshd":
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if keeper is None and mask is not None:
+    if keeper is None and isinstance(mask, Tensor):
         mask, bias = None, mask
     problem = Problem(
         given,

@@ -17,14 +17,12 @@ TORCH = str(Path(torch.__file__).parent)
 HEADS = iter(range(100, 1000))
 """Head counts that no other test has, so that each makes a new class of calls."""
 CALLS = {
-    "plain": ({}, 155),
-    "causal": ({"is_causal": True}, 235),
-    "scaled": ({"scale": 0.5}, 155),
+    "plain": ({}, 180),
+    "causal": ({"is_causal": True}, 260),
+    "scaled": ({"scale": 0.5}, 180),
 }
 """Arguments, and how many calls the first call at a new length of a known class takes at most."""
 NEW_CLASS = 1000
-FOUND = 50
-"""Of the second call of a kind, whose route is found; the third goes the short way."""
 WARM = 8
 """Of each later one."""
 WITH_MASK = 30
@@ -64,11 +62,10 @@ def ready():
 def test_a_call_reaches_its_kernel_through_few_functions(arguments, new_length, grad):
     heads = next(HEADS)
     first, second = inputs(heads, 100, grad=grad), inputs(heads, 101, grad=grad)
-    found = [calls_of(attnroute.attention, *tensors, **arguments) for tensors in (first, *[second] * 3)]
+    found = [calls_of(attnroute.attention, *tensors, **arguments) for tensors in (first, second, second)]
     assert found[0] <= NEW_CLASS
     assert found[1] <= new_length
-    assert found[2] <= FOUND
-    assert found[3] <= WARM
+    assert found[2] <= WARM
 
 
 @pytest.mark.parametrize(
@@ -85,6 +82,5 @@ def test_a_call_reaches_its_kernel_through_few_functions(arguments, new_length, 
 )
 def test_masks_and_layouts_add_few(arguments):
     tensors = [torch.randn(1, 32, 32, 16) for _ in range(3)]
-    for _ in range(2):
-        attnroute.attention(*tensors, **arguments)
+    attnroute.attention(*tensors, **arguments)
     assert calls_of(attnroute.attention, *tensors, **arguments) <= WITH_MASK

@@ -110,6 +110,10 @@ CALLS = {
     "three query heads to a key head": (lambda: tensors(heads=6, heads_kv=2), {}),
     "dropout of a tenth": (tensors, {"dropout_p": 0.1}),
     "window that is open": (tensors, {"window": (2, None)}),
+    "causal object": (lambda: tensors(seqlen_q=5), {"mask": masks.Causal()}),
+    "causal object at the bottom": (lambda: tensors(seqlen_q=5), {"mask": masks.Causal("bottom_right")}),
+    "window object": (tensors, {"mask": masks.Window(2, 0)}),
+    "other window object": (tensors, {"mask": masks.Window(3, 1)}),
     "causal at the bottom": (
         lambda: tensors(seqlen_q=5),
         {"is_causal": True, "causal_alignment": "bottom_right"},
