@@ -32,6 +32,8 @@ HALF_TILE: Final = 64
 FEW: Final = 16
 """Up to so many queries a call reads keys rather than multiplies: decoding."""
 _ROWS_LOOKED_AT: Final = 64
+_MEASURED_BYTES: Final = 2
+"""Of an element: rates of products are those of 16-bit numbers."""
 _PADDED: Final = 0.75
 _DOCUMENT: Final = 1024
 _PREFIX: Final = 1 / 3
@@ -87,11 +89,12 @@ def work_of(given: Call, final: Call, repairs: tuple[str, ...], extra_bytes: int
         extra_bytes: What that allocates.
 
     Returns:
-        None where a length is 0 or a head_dim larger than any that was measured.
+        None where a length is 0, or where nothing was measured: head_dims that are larger, and dtypes that
+        are not of 16 bits.
     """
     sizes = (final.batch, final.num_heads_q, final.num_heads_kv, final.seqlen_q, final.seqlen_kv)
     head_dim = next((d for d in _DIMS if d >= max(final.head_dim_qk, final.head_dim_v)), None)
-    if 0 in sizes or head_dim is None:
+    if 0 in sizes or head_dim is None or DTYPE_BYTES[final.dtype] != _MEASURED_BYTES:
         return None
     batch, heads, heads_kv, seqlen_q, seqlen_kv = sizes
     group = heads // heads_kv

@@ -203,3 +203,8 @@ def test_lengths_inside_of_a_mask_are_rounded_with_those_of_the_call():
     assert dense.shape == (1, 1, 4096, 4096)
     assert dense.recognized[1].lengths is None
     assert (documents.lengths, documents.count) == (None, 2)
+
+
+def test_times_of_16_bit_numbers_say_nothing_of_float32():
+    for line, is_timed in (("bf16 b2 hq8 sq1024 d64", True), ("fp32 b2 hq8 sq1024 d64", False)):
+        assert (decide(parse(line), H200).verdict("flex").predicted_ms is not None) is is_timed

@@ -94,6 +94,7 @@ def well_selected(number):
     return decision.selected in allowed or goes_a_listed_way
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[case["id"] for case in CASES])
 def test_report_is_heeded(number):
     assert wrongly_plain(number) == []
