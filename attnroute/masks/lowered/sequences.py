@@ -58,7 +58,8 @@ def tokens(name: str, sums: Tensor, total: int, device: Any) -> Tokens:
         checks.sequence_sums(name, sums, total)
         found = covering(sums.to(device), total)
         places = torch.arange(total, dtype=torch.int32, device=found.device)
-        ids = torch.searchsorted(found[1:], places, right=True, out_int32=True)
+        # The first sum is 0. Without it inductor (of torch 2.11) has a slice here, which it cannot search.
+        ids = torch.searchsorted(found, places, right=True, out_int32=True) - 1
         return Tokens(found, ids[None])
 
     return remember(sums, ("ragged", total, device), make)
