@@ -287,7 +287,7 @@ def test_tensors_that_a_function_reads_count_as_trained(trained):
 def test_routes_depend_on_the_kind_of_bias_and_on_gradients_and_on_no_identity(monkeypatch):
     made = []
     make = routes.make
-    monkeypatch.setattr(routes, "make", lambda *given: made.append(given[2]) or make(*given))
+    monkeypatch.setattr(routes, "make", lambda *given, **rest: made.append(given[2]) or make(*given, **rest))
     reset()
     inputs = normal()
     kinds = [
@@ -310,7 +310,7 @@ def test_routes_depend_on_the_kind_of_bias_and_on_gradients_and_on_no_identity(m
 def test_routes_of_functions_depend_on_gradients_and_on_no_identity(monkeypatch):
     made = []
     make = routes.make
-    monkeypatch.setattr(routes, "make", lambda *given: made.append(given[2]) or make(*given))
+    monkeypatch.setattr(routes, "make", lambda *given, **rest: made.append(given[2]) or make(*given, **rest))
     reset()
     inputs = normal()
     for trained in (False, True):

@@ -33,6 +33,7 @@ from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 from attnroute.tables.rows import RuleRow
 from attnroute.tables.schema import Evidence, Rule
+from attnroute.vocabulary import SPLITS
 
 PAIR = "backward_from_chunked"
 ROW = "sm_90/cudnn_fe/backward-wide-heads"
@@ -311,7 +312,9 @@ def test_with_it_a_backend_is_judged_as_for_inference(call, host, backend):
     if found.status not in ("eligible", "unavailable"):
         return
     assert (PAIR in found.repairs) == (call.phase == "training")
-    assert list(found.repairs) == sorted(found.repairs, key=ORDER.index)
+    # A batch that is split may become a ragged one only then.
+    made = [repair for repair in found.repairs if repair not in SPLITS]
+    assert made == sorted(made, key=ORDER.index)
     repaired = call
     for repair in found.repairs:
         repaired, _ = apply(repair, normalize(repaired))

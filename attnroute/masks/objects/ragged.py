@@ -9,7 +9,6 @@ from attnroute.errors import argument_error
 from attnroute.masks import checks
 from attnroute.masks.lowered.form import Extent, LoweredMask
 from attnroute.masks.objects.base import Mask
-from attnroute.masks.tracing import size_hint
 from attnroute.question.nodes import CausalNode, DocumentsNode, MaskNode, WindowNode
 from attnroute.question.normalize import open_sides
 
@@ -77,6 +76,8 @@ class Ragged(Mask):
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the documents node, and beside it the causal or window node of every document."""
+        from attnroute.masks.tracing import size_hint
+
         documents = DocumentsNode(count=size_hint(self.cu_seqlens.shape[0]) - 1, cross=self.cross)
         if self.left is None and self.right is None:
             return (documents,)

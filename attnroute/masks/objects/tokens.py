@@ -9,7 +9,6 @@ from attnroute.errors import argument_error
 from attnroute.masks import checks
 from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, intersect
 from attnroute.masks.objects.base import Lengths, Mask, allows_all, prepared
-from attnroute.masks.tracing import size_hint
 from attnroute.question.nodes import DocumentsNode, KeyPaddingNode, MaskNode
 
 if TYPE_CHECKING:
@@ -62,6 +61,8 @@ class Documents(Mask):
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the documents node; lengths only where that needs no wait for a device."""
+        from attnroute.masks.tracing import size_hint
+
         count = None if self.cu_seqlens is None else size_hint(self.cu_seqlens.shape[0]) - 1
         return (DocumentsNode(lengths=self.lengths, count=count, contiguous=self._has_bounds()),)
 
