@@ -110,7 +110,7 @@ def test_it_says_documents_and_their_band(band, nodes):
     extent = Extent(1, 2, 5, 5)
     for other, cross in ((None, False), (sums, False), (sums.clone(), True)):
         mask = Ragged(sums, other, left=left, right=right, alignment=alignment)
-        assert mask.describe(extent) == (DocumentsNode(cross=cross), *nodes)
+        assert mask.describe(extent) == (DocumentsNode(count=2, cross=cross), *nodes)
         assert all(a is b for a, b in zip(mask.tensors, (sums, other)[: 1 + cross], strict=True))
 
 
