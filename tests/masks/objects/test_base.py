@@ -242,7 +242,7 @@ def test_descriptions():
         (masks.Causal("bottom_right"), CausalNode(alignment="bottom_right")),
         (masks.Window(3, None), WindowNode(left=3)),
         (masks.Documents(lengths=[2, 4]), DocumentsNode(lengths=(2, 4))),
-        (masks.Documents(cu_seqlens=cu_seqlens), DocumentsNode()),
+        (masks.Documents(cu_seqlens=cu_seqlens), DocumentsNode(count=2)),
         (masks.Documents(ids=ids), DocumentsNode(contiguous=False)),
         (masks.Documents(position_ids=ids), DocumentsNode()),
         (masks.PrefixLM([3, 4]), PrefixNode(lengths=(3, 4))),
