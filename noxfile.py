@@ -24,7 +24,7 @@ TORCH_TESTED_RANGE = "torch>=2.5,<2.16"
 EXAMPLE_CALL = "bf16 b2 hq32 hkv8 sq4096 skv4096 d128 causal train"
 
 # The part of the suite that runs without torch, for the lowest versions of the hard dependencies.
-TORCH_FREE_TESTS = ("tests/test_house.py", "tests/engine", "tests/tables")
+TORCH_FREE_TESTS = ("tests/test_house.py", "tests/test_tuned.py", "tests/engine", "tests/tables")
 
 # What tests the pure core; the commands print what it says.
 CORE_TESTS = (

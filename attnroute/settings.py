@@ -42,7 +42,7 @@ VARIABLES: dict[str, str] = {
     "ATTNROUTE_ALLOW_UNKNOWN": "1: a backend that no row speaks about may be chosen",
     "ATTNROUTE_EXPECTED_CALLS": "how many calls of a kind share the compilation of its first one",
     "ATTNROUTE_TABLES": "folder of tables that outrank the shipped ones",
-    "ATTNROUTE_TUNING": "off: there are no measured costs to read yet",
+    "ATTNROUTE_TUNING": "off, or the file of `attnroute tune` to read in place of the user's own",
     "ATTNROUTE_EXPLAIN": "off, once, changes or all: print decisions to stderr",
     "ATTNROUTE_RECOGNIZE": "0: do not look into dense masks",
 }
@@ -318,10 +318,12 @@ def _tables(name: str, text: str) -> Path | None:
 
 
 def _read_tuning(name: str, text: str, _known: tuple[str, ...]) -> dict[str, object]:
-    if text not in ("", "off"):
-        why = "as there are no measured costs to read yet"
-        raise OverrideError(f"{name} requires off, {why}; got {quoted(text)}; unset it.")
-    return {}
+    if text == "off":
+        return {"tuning": False}
+    if text and not Path(text).is_file():
+        required = "off, or a file that `attnroute tune --out` wrote"
+        raise OverrideError(f"{name} requires {required}; got {quoted(text)}; unset it to read your own.")
+    return {"tuning": Path(text).absolute()} if text else {}
 
 
 def _read_explain(name: str, text: str, _known: tuple[str, ...]) -> dict[str, object]:

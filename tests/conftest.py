@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A developer's own settings change decisions, so they would change what the tests see.
 for _name in [name for name in os.environ if name.startswith("ATTNROUTE_")]:
     del os.environ[_name]
+
+# So would what they measured with `attnroute tune`: the tests have a folder for data that nobody made.
+os.environ["XDG_DATA_HOME"] = f"{tempfile.gettempdir()}/attnroute-tests-{os.getpid()}"
 
 # No example is timed: a slow machine must not fail a property. In CI the examples are the same on every run.
 settings.register_profile(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import os
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 from typing import get_args
@@ -15,6 +17,7 @@ import pytest
 
 import attnroute
 from attnroute import errors
+from attnroute.api.trace import Recording, TracedCall
 from attnroute.cli import COMMANDS, main
 from attnroute.cli._outlet import OutputError
 from attnroute.cli.explain import SLOW_ONLY
@@ -181,6 +184,13 @@ def test_commands_of_pages_run(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     host = Host(arch="sm_90", versions={"torch": "2.13.0+cu130"})
     (tmp_path / "other-machine.json").write_text(host.model_dump_json(), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    (tmp_path / "train.py").write_text("import attnroute", encoding="utf-8")
+    call = TracedCall(line="fp32 b1 hq2 sq8 d8 causal train", device="cpu", backend="flash", count=1)
+    Recording(hosts={}, calls=(call,)).save(tmp_path / "attnroute-calls.json")
     given = ["bf16 b1 hq8 sq64 d64" if word == "CALL" else word for word in words]
     if given[0] == "explain" and not {"--arch", "--host"} & set(given):
         given += ["--arch", "sm_90"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +50,8 @@ def test_flags(name, text, value):
         ("EXPECTED_CALLS", " 1000 ", {"expected_calls": 1000}),
         ("EXPECTED_CALLS", "", {}),
         ("TABLES", "", {}),
-        ("TUNING", "off", {}),
+        ("TUNING", "off", {"tuning": False}),
+        ("TUNING", __file__, {"tuning": Path(__file__).absolute()}),
         ("TUNING", "", {}),
         ("EXPLAIN", "changes", {}),
         ("EXPLAIN", "", {}),
@@ -100,9 +102,9 @@ def test_tables_of_ones_own(tmp_path):
         (
             "TUNING",
             "fast",
-            'requires off, as there are no measured costs to read yet; got "fast"',
+            'requires off, or a file that `attnroute tune --out` wrote; got "fast"',
         ),
-        ("TUNING", "on", 'got "on"; unset it.'),
+        ("TUNING", "on", 'got "on"; unset it to read your own.'),
         (
             "EXPLAIN",
             "al",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from attnroute.api import failures
+from attnroute.api import failures, tuned
 from attnroute.engine.classes import class_of
 from attnroute.engine.decide import decide, describe
 from attnroute.engine.decision import Decision
@@ -125,16 +125,21 @@ def explained(
     call: Call, host: Host, tables: Tables, policy: Policy, *, advise: bool
 ) -> tuple[Choice | None, Decision]:
     """Return a choice and its decision made anew, of which nothing is kept; None where nothing may run."""
-    selection = select(call, host, tables, failures.known(call, host, policy))
+    selection = select(call, host, tables, _informed(call, host, policy))
     choice = None if selection.selected is None else Choice.of(selection)
     return choice, describe(selection, advise=advise)
 
 
 def _class(call: Call, host: Host, tables: Tables, policy: Policy) -> tuple[Policy, object]:
-    """Return the policy with what failed, and under what a choice is kept; None where under nothing."""
-    policy = failures.known(call, host, policy)
+    """Return the policy with what is known of such calls, and what a choice is kept under, if anything."""
+    policy = _informed(call, host, policy)
     group = class_of(call, host.arch, tables)
     return policy, None if group is None else (group, host, policy.key, tables)
+
+
+def _informed(call: Call, host: Host, policy: Policy) -> Policy:
+    """Return the policy with what failed in this process, and what was measured on this machine."""
+    return tuned.informed(call, host, failures.known(call, host, policy))
 
 
 def _is_shared(where: object, backend: str | None, tables: Tables) -> bool:

@@ -47,7 +47,6 @@ class TracedCall(Plain):
             call counts once, however often its graph is replayed.
         memory: How the dimensions of query, key and value lie in memory, the outermost first: "bshd" has
             heads beside tokens, as models have them. Empty inside a transform.
-        sequences: Sequences of a call in layout thd.
     """
 
     line: str
@@ -56,7 +55,6 @@ class TracedCall(Plain):
     how: How = "eager"
     count: Annotated[int, Field(ge=1)] | None = None
     memory: tuple[Order, ...] = ()
-    sequences: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def call(self) -> Call:
@@ -166,7 +164,7 @@ class Trace:
     @property
     def calls(self) -> tuple[TracedCall, ...]:
         """What ran so far, one entry for each kind of calls, those that ran most often first."""
-        by_kind = attrgetter("line", "device", "backend", "how", "memory", "sequences")
+        by_kind = attrgetter("line", "device", "backend", "how", "memory")
         totals = sorted((seen.total for seen in list(self._seen.values())), key=lambda t: str(by_kind(t)))
         merged = [_merged(list(group)) for _, group in groupby(totals, key=by_kind)]
         return tuple(sorted(merged, key=lambda traced: -(traced.count or 0)))
@@ -220,7 +218,6 @@ def _described(route: Route, problem: Problem, how: How) -> TracedCall:
     policy = route.choice.policy
     recognize = policy.recognize and problem.transform is None and not problem.traced
     kind, index = problem.device
-    sums = problem.given.cu_seqlens_q
     tensors = (problem.query, problem.key, problem.value)
     return TracedCall(
         line=render(call_of(problem, recognize=recognize)),
@@ -228,7 +225,6 @@ def _described(route: Route, problem: Problem, how: How) -> TracedCall:
         backend=route.choice.backend,
         how=how,
         memory=() if problem.transform is not None else tuple(_order(tensor) for tensor in tensors),
-        sequences=None if sums is None else int(sums.shape[0]) - 1,
     )
 
 

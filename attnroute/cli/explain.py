@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from attnroute.api.tuned import informed
 from attnroute.cli._call import add_call, call_of, words_help
 from attnroute.cli._host import add_host, host_of, with_free_memory
 from attnroute.cli._parser import Parser, add_format
@@ -33,7 +34,8 @@ def run(words: list[str]) -> int:
     host, assumed = host_of(args, tables)
     if args.free_memory is not None:
         host = with_free_memory(host, args.free_memory)
-    decision = decide(call_of(args), host, tables, policy, advise=True)
+    call = call_of(args)
+    decision = decide(call, host, tables, informed(call, host, policy), advise=True)
     if args.format == "json":
         print(decision_json(decision))
     else:

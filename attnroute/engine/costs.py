@@ -29,13 +29,14 @@ class Cost(NamedTuple):
     Attributes:
         device_ms: Time of the device, forward and backward, in milliseconds.
         host_ms: Time of the host until the call returned, in milliseconds.
-        kind: "measured": on this architecture; "inferred": on another, and scaled to this card.
+        kind: "measured": on this architecture; "inferred": on another, and scaled to this card;
+            "tuned": this call on this machine.
         source: Card and date.
     """
 
     device_ms: float
     host_ms: float
-    kind: Literal["measured", "inferred"]
+    kind: Literal["measured", "inferred", "tuned"]
     source: str
 
 

@@ -26,14 +26,15 @@ class Exclusion(_Part):
     """Why policy keeps a backend out, whatever its verdict.
 
     Attributes:
-        reason: What keeps it out; "failed" where its kernel was refused in this process, "memory" where what
-            it allocates besides the output does not fit into the free memory.
-        origin: The setting that excludes it; of a failure, the error of the backend.
+        reason: What keeps it out; "failed" where its kernel was refused in this process, "wrong" where
+            `attnroute tune` found a wrong result, "memory" where what it allocates besides the output does
+            not fit into the free memory.
+        origin: The setting that excludes it; of a failure or a wrong result, the error of the backend.
         needed_bytes: What it allocates, where that keeps it out.
         free_bytes: What is free then.
     """
 
-    reason: Literal["banned", "not_allowed", "not_required", "strict", "failed", "unknown", "memory"]
+    reason: Literal["banned", "not_allowed", "not_required", "strict", "failed", "wrong", "unknown", "memory"]
     origin: str
     needed_bytes: int = 0
     free_bytes: int = 0
@@ -45,14 +46,14 @@ class Prediction(_Part):
     Attributes:
         device_ms: Time of the device in milliseconds; in training of forward and backward.
         host_ms: Time of the host, likewise.
-        kind: "measured" on a card of this architecture, or "inferred" from one of another: such a time is
-            shown and puts nothing in order.
+        kind: "measured" on a card of this architecture; "tuned" for such calls on this machine; "inferred"
+            from a card of another architecture: such a time is shown and puts nothing in order.
         source: The card that was measured, and the day.
     """
 
     device_ms: float
     host_ms: float
-    kind: Literal["measured", "inferred"]
+    kind: Literal["measured", "inferred", "tuned"]
     source: str
 
 
@@ -100,7 +101,7 @@ class Verdict(_Part):
     @property
     def measured_ms(self) -> float | None:
         """The predicted time where it puts the backend in order: not one that is inferred."""
-        is_own = self.prediction is not None and self.prediction.kind == "measured"
+        is_own = self.prediction is not None and self.prediction.kind != "inferred"
         return self.predicted_ms if is_own else None
 
     def counts_mask(self, call: Call) -> bool:

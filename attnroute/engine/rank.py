@@ -102,10 +102,12 @@ def why(rows: Rows, order: tuple[str, ...], costs: Mapping[str, Cost | None]) ->
         "predicted times, measured on ...", and where a candidate has none "; for the rest " with what
         `why_placed` says; that alone where no two have one.
     """
-    found = [cost for backend in order if (cost := costs[backend]) is not None and cost.kind == "measured"]
+    found = [cost for backend in order if (cost := costs[backend]) is not None and cost.kind != "inferred"]
     if not found[1:]:
         return why_placed(rows, order)
-    times = f"predicted times, measured on {' and '.join(dict.fromkeys(cost.source for cost in found))}"
+    sources = dict.fromkeys(f"{'by' if cost.kind == 'tuned' else 'on'} {cost.source}" for cost in found)
+    kinds = "predicted times" if "measured" in {cost.kind for cost in found} else "times"
+    times = f"{kinds}, measured {' and '.join(sources)}"
     return times if len(found) == len(order) else f"{times}{REST}{why_placed(rows, order)}"
 
 

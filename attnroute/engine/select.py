@@ -12,6 +12,7 @@ from functools import cached_property
 from attnroute.engine.costs import Cost
 from attnroute.engine.decision import Exclusion
 from attnroute.engine.evaluate import Evaluation, Form, Prepared, prepared
+from attnroute.engine.measured import concerning, lead, measured_cost
 from attnroute.engine.options import Options, options_for
 from attnroute.engine.quadratic import holds_quadratic, may_grow, score_bytes, tensor_bytes
 from attnroute.engine.rank import Standing, preferred, ranked, time_ms
@@ -109,8 +110,15 @@ class Judgement:
     @cached_property
     def cost(self) -> Cost | None:
         """What the call is predicted to take, None where nothing was measured that speaks about it."""
+        if (tuned := self._tuned) is not None:
+            return tuned
         final, extra_bytes = self.final.form.call, self.stages.extra_bytes
         return self.rows.cost(self.form.call, final, self.repairs, extra_bytes) if self._is_measured else None
+
+    @property
+    def _tuned(self) -> Cost | None:
+        """What was measured of such calls on this machine."""
+        return measured_cost(self.backend, self.policy.measured) if self.is_able else None
 
     @property
     def _is_measured(self) -> bool:
@@ -124,15 +132,18 @@ class Judgement:
         cost = None if cost is None or cost.kind == "inferred" else cost
         compiling, rounded = self.rows.info.first_call_seconds, self.form.rounded.call
         shared = 0.0 if compiling is None else max(compiling) * 1000 / self.policy.expected_calls
+        stays = lead(self.backend, self.policy.measured)
         return Standing(
             is_certain=self.status == "eligible",
-            time_ms=None if cost is None else time_ms(cost, rounded) + shared,
+            time_ms=None if cost is None else time_ms(cost, rounded) * stays + shared,
             builds=self.quadratic_bytes > 0 and (cost is None or mask_bytes > tensor_bytes(rounded)),
             is_slow=self.is_slow,
         )
 
     def _rounded_cost(self) -> tuple[Cost | None, int]:
         """Predict the time at rounded lengths; return it with the bytes of masks that are built."""
+        if (tuned := self._tuned) is not None:
+            return tuned, self.quadratic_bytes
         if not self._is_measured:
             return None, 0
         form, extra_bytes, mask_bytes = self.form.rounded, 0, 0
@@ -211,6 +222,7 @@ def select(call: Call, host: Host, tables: Tables, policy: Policy) -> Selection:
     fits.check(call)
     if policy.transform is not None and call.context.transform is None:
         call = call.changed(context=call.context.changed(transform=policy.transform))
+    policy = concerning(call, policy)
     form = Form(normalize(call))
     rows, free = prepared(tables, host.lasting), host.free_memory
     judgements = {name: Judgement(found, form, policy, free) for name, found in rows.items()}
@@ -273,6 +285,8 @@ def _exclusion(rows: Prepared, status: Status, policy: Policy) -> Exclusion | No
         return Exclusion(reason="strict", origin=policy.origin_of("strict"))
     if policy.failed and (message := dict(policy.failed).get(backend)) is not None:
         return Exclusion(reason="failed", origin=message)
+    if policy.measured is not None and (error := dict(policy.measured.wrong).get(backend)) is not None:
+        return Exclusion(reason="wrong", origin=error)
     if status == "unknown" and (policy.strict or not policy.allow_unknown):
         setting = "strict" if policy.strict else "allow_unknown"
         return Exclusion(reason="unknown", origin=policy.origin_of(setting))

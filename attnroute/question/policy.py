@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from attnroute.question.plain import Plain
+from attnroute.question.plain import Plain, Record
 
 QUADRATIC_LIMIT_BYTES = 256 * 2**20
 """Scores above this size are never computed by the slow tier without a warning that names them."""
@@ -20,6 +20,30 @@ EXPECTED_CALLS = 1_000_000
 """How many calls share the compilation of a first one: an hour of training has as many."""
 MOST_CALLS = 10**15
 """The most that may be expected: beyond, the share of a call is nothing."""
+
+
+class Measured(Record):
+    """What `attnroute tune` measured on this machine of calls like one.
+
+    Attributes:
+        file: The file that says so.
+        differences: Why the file no longer holds, as clauses; there is nothing else then.
+        calls: What such calls have in common (`engine.measured.key_of`).
+        day: When they were measured.
+        times: Backends that gave the right result, with milliseconds of the device and of the host.
+        wrong: Backends that did not, each with its error.
+        stays: The backend that is selected unless another one is faster by `margin`.
+        margin: A share of its time.
+    """
+
+    file: Path
+    differences: tuple[str, ...] = ()
+    calls: str = ""
+    day: str = ""
+    times: tuple[tuple[str, float, float], ...] = ()
+    wrong: tuple[tuple[str, str], ...] = ()
+    stays: str = ""
+    margin: float = 0.0
 
 
 class Policy(Plain):
@@ -37,6 +61,8 @@ class Policy(Plain):
         expected_calls: How many calls of each kind are expected: the time for which a backend's first call
             compiles is divided among so many.
         tables: Overlay folder; a relative path is one of the directory in which the policy was made.
+        tuning: `attention()` reads what `attnroute tune` measured: from the user's data, or from this file.
+        measured: What was read there about the call; `decide()` reads nothing by itself.
         transform: "double_backward" when the caller will differentiate twice, which no tensor shows.
         failed: Backends whose kernel was refused before its launch for calls like this one in this process,
             each with its error.
@@ -53,6 +79,8 @@ class Policy(Plain):
     quadratic_limit_bytes: int = QUADRATIC_LIMIT_BYTES
     expected_calls: Annotated[int, Field(ge=1, le=MOST_CALLS)] = EXPECTED_CALLS
     tables: Annotated[Path, AfterValidator(Path.absolute)] | None = None
+    tuning: bool | Annotated[Path, AfterValidator(Path.absolute)] = True
+    measured: Measured | None = None
     transform: str | None = None
     failed: tuple[tuple[str, str], ...] = ()
     origin: dict[str, str] = Field(default_factory=dict)
@@ -71,6 +99,8 @@ class Policy(Plain):
             self.quadratic_limit_bytes,
             self.expected_calls,
             self.tables,
+            self.tuning,
+            self.measured,
             self.transform,
             self.failed,
         )
@@ -78,6 +108,12 @@ class Policy(Plain):
     def __hash__(self) -> int:
         """Hash by the settings that change a decision."""
         return hash(self.key)
+
+    def with_measured(self, measured: Measured | None) -> Policy:
+        """Return a policy with other measured times."""
+        # Not `changed`, which would keep the cached `key`.
+        kept = {name: getattr(self, name) for name in Policy.model_fields}
+        return Policy.unchecked(**{**kept, "measured": measured})
 
     def origin_of(self, setting: str) -> str:
         """Return where a setting came from, "the default" where it was not set."""

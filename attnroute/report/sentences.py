@@ -32,6 +32,7 @@ _EXCLUSIONS: Final = {
     "not_required": "not the one that {origin} requires",
     "strict": "kept out by strict, set by {origin}",
     "failed": "kept out because it failed in this process: {origin}",
+    "wrong": "kept out because attnroute tune found here that {origin}",
     "unknown": "not chosen without allow_unknown ({origin})",
     "memory": "kept out because it allocates {needed} and {free} are free",
 }
@@ -96,10 +97,12 @@ def _time(verdict: Verdict, decision: Decision) -> list[str]:
     if parts is None or total is None:
         is_odd = verdict.backend in decision.order and is_timed(decision)
         return ["no measurement"] if is_odd else []
-    said = f"predicted {total:.3g} ms"
+    said = f"{'measured' if parts.kind == 'tuned' else 'predicted'} {total:.3g} ms"
     if total > parts.device_ms:
         said = f"{said} of the host, {parts.device_ms:.3g} ms of the device"
-    return [said if parts.kind == "measured" else f"{said} (inferred)"]
+    return [
+        said + {"measured": "", "inferred": " (inferred)", "tuned": " here by attnroute tune"}[parts.kind]
+    ]
 
 
 def is_timed(decision: Decision) -> bool:
@@ -159,7 +162,9 @@ def why_selected(decision: Decision) -> str:
     if policy.allow is not None:
         return f"first of those that {policy.origin_of('allow')} allows"
     if is_timed(decision) and decision.verdict(selected or "").measured_ms is not None:
-        return "first of those that may run, by predicted time"
+        prediction = decision.verdict(selected or "").prediction
+        is_tuned = prediction is not None and prediction.kind == "tuned"
+        return f"first of those that may run, by {'measured' if is_tuned else 'predicted'} time"
     rows, reason = preferences(decision)
     if not reason:
         return "first by name, because no preference applies"
@@ -207,9 +212,23 @@ def settings(policy: Policy) -> list[str]:
         "recognize": "" if policy.recognize else "off",
         "expected_calls": f"{policy.expected_calls:,}" if "expected_calls" in policy.origin else "",
         "tables": str(policy.tables or ""),
+        "tuning": "off" if policy.tuning is False else "" if policy.tuning is True else str(policy.tuning),
         "transform": policy.transform,
     }
     return [f"{words(name)} {value} ({policy.origin_of(name)})" for name, value in stated.items() if value]
+
+
+def tuned(policy: Policy) -> list[str]:
+    """Say what `attnroute tune` measured of such calls, or why its file is not used."""
+    measured = policy.measured
+    if measured is None:
+        return []
+    if measured.differences:
+        clause = f"{measured.file} is not used, as it was measured with {listed(measured.differences)}"
+        return [f"{clause}; `attnroute tune` measures again"]
+    names = listed([name for name, *_ in measured.times])
+    stays = f"{measured.stays} stays unless another one is faster by {100 * measured.margin:g} %"
+    return [f"{names} measured on {measured.day}; {stays} ({measured.file})"]
 
 
 def recognized(call: Call) -> list[str]:

@@ -73,6 +73,7 @@ def _head(decision: Decision) -> list[str]:
     lines += field("host", sentences.host_line(decision.host))
     for label, texts in (
         ("policy", sentences.settings(decision.policy)),
+        ("tuning", sentences.tuned(decision.policy)),
         ("mask", sentences.recognized(decision.call)),
     ):
         lines += [line for text in texts for line in field(label, text)]
@@ -134,8 +135,8 @@ def _alternatives(decision: Decision) -> list[str]:
 
 
 def _is_kept_out(verdict: Verdict) -> bool:
-    """Policy keeps it out, and not a failure or a want of memory, which no other policy would lift."""
-    return verdict.excluded is not None and verdict.excluded.reason not in ("failed", "memory")
+    """Policy keeps it out, not a failure, a wrong result or a want of memory, which no policy would lift."""
+    return verdict.excluded is not None and verdict.excluded.reason not in ("failed", "wrong", "memory")
 
 
 def _avoidance(decision: Decision) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attnroute import biases, masks
 from attnroute.api.records import Given
@@ -68,7 +69,7 @@ def remake(traced: TracedCall) -> Problem:
     ]
     grad_shape = (call.num_heads_q, call.seqlen_q, call.head_dim_v)
     grad = _in_layout(call, _filled(call, traced.device, grad_shape, orders[0]))
-    options: dict[str, Any] = {**_mask(traced, call), **_scores(call, traced.device), **_numbers(call)}
+    options: dict[str, Any] = {**_mask(call, traced.device), **_scores(call, traced.device), **_numbers(call)}
     query, key, value = tensors
     given = Given(query, key, value, **options)
     return Problem(given, _leaves(given) if call.phase == "training" else {}, grad)
@@ -167,12 +168,12 @@ def _rows(values: Tensor, node: DenseNode | DenseBias) -> Tensor:
     return room[..., :width]
 
 
-def _mask(traced: TracedCall, call: Call) -> dict[str, Any]:
+def _mask(call: Call, device: str) -> dict[str, Any]:
     if call.layout == "thd":
-        return _packed(traced, call)
+        return _packed(call, device)
     if call.strides.tokens_contiguous and (band := _band(call.mask)) is not None:
         return band
-    made = [_node(node, call, traced.device) for node in call.mask]
+    made = [_node(node, call, device) for node in call.mask]
     return {"mask": made[0] if len(made) == 1 else masks.All(tuple(made))}
 
 
@@ -196,14 +197,14 @@ def _band_of(node: MaskNode) -> dict[str, Any]:
     return {}
 
 
-def _packed(traced: TracedCall, call: Call) -> dict[str, Any]:
+def _packed(call: Call, device: str) -> dict[str, Any]:
     """Return the lengths of a packed batch, and the band that holds in each of its sequences."""
-    count = traced.sequences or _DOCUMENTS
     found: dict[str, Any] = {}
     for node in call.mask:
         if isinstance(node, DocumentsNode):
-            found |= _sums("q", call.seqlen_q, count, traced.device)
-            found |= _sums("kv", call.seqlen_kv, count, traced.device) if node.cross else {}
+            count = node.count or _DOCUMENTS
+            found |= _sums("q", call.seqlen_q, count, device)
+            found |= _sums("kv", call.seqlen_kv, count, device) if node.cross else {}
         found |= _band_of(node)
     return found
 
@@ -243,8 +244,11 @@ def _documents(node: DocumentsNode, call: Call, device: str) -> Mask:
     if not node.contiguous:
         ids = torch.arange(call.seqlen_q, device=device) * _DOCUMENTS // max(1, call.seqlen_q)
         return masks.Documents(ids=ids)
-    lengths = parts(call.seqlen_q, _DOCUMENTS)
-    return masks.Documents(cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32))
+    lengths = torch.tensor(parts(call.seqlen_q, node.count or _DOCUMENTS))
+    if node.count is None:
+        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        return masks.Documents(position_ids=positions.to(device))
+    return masks.Documents(cu_seqlens=functional.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32))
 
 
 def _padding(node: KeyPaddingNode, call: Call, device: str) -> Mask:
