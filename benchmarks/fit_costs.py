@@ -68,7 +68,8 @@ FEW: Final = 3
 """Calls with a repair without which nothing is said of what it takes."""
 IN_A_ROW: Final = 0.8
 """Of a step's host time in training: in a row, as the grids time steps, the next one begins while another
-thread hands over the backward of the last. The grids' choices, which no fit sees, are cheapest so."""
+thread hands over the backward of the last. It was chosen as that with which the grids' choices are cheapest:
+this one number has seen their unseen part too."""
 IN_STEPS: Final = frozenset({"chunked"})
 """Backends whose host launches a kernel for each part of the scores."""
 PASSES: Final = 40

@@ -64,7 +64,6 @@ class Server:
         structure = call._replace(batch=0, seqlen_q=0, seqlen_kv=0)
         found: dict[str, Any] = {
             "line": attnroute_line(decision.call),
-            "call": decision.call.model_dump(mode="json", exclude_defaults=True),
             "selected": decision.selected,
             "order": list(decision.order),
             "stock_takes": _stock_takes(call, problem),
