@@ -36,7 +36,9 @@ from benchmarks import recorded
 from benchmarks.recorded import Record
 
 Array = NDArray[np.float64]
-SOURCES: Final = ("h200-torch2.11-sweep", "h200-torch2.11-models")
+SOURCES: Final = {"h200-torch2.11-sweep": 1.0, "h200-torch2.11-models": 2.0}
+"""Results, and how many drawn calls one of theirs counts for: those of models are what people run."""
+FIRST: Final = next(iter(SOURCES))
 ARCH: Final = "sm_90"
 SMS: Final = 132.0
 START: Final = {
@@ -85,6 +87,7 @@ class Point(NamedTuple):
     ms: float
     is_fit: bool
     name: str
+    weight: float
 
 
 class Sample(NamedTuple):
@@ -135,14 +138,18 @@ def _points_of(record: Record, hosts: dict[str, list[Sample]]) -> Iterator[tuple
             continue
         is_fit = record.part == "fit"
         forward = "forward_few" if work.is_few else "forward"
-        yield backend, forward, Point(work, time.forward_ms, is_fit, record.id)
+        yield backend, forward, Point(work, time.forward_ms, is_fit, record.id, SOURCES[record.source])
         if is_fit:
             host = (time.forward_host_us or 0.0) + (time.backward_host_us or 0.0)
             host *= IN_A_ROW if given.phase == "training" else 1.0
             scores = given.batch * given.num_heads_q * given.seqlen_q * given.seqlen_kv / 2**20
             hosts[backend].append(Sample(given.phase == "training", judgement.repairs, scores, host))
         if time.backward_ms is not None:
-            yield backend, "backward", Point(work, time.backward_ms, is_fit, record.id)
+            yield (
+                backend,
+                "backward",
+                Point(work, time.backward_ms, is_fit, record.id, SOURCES[record.source]),
+            )
 
 
 class Model:
@@ -241,12 +248,13 @@ def fitted(points: list[Point], known: Mapping[str, float]) -> Fitted | None:
         return None
     model = Model(points, known)
     measured = np.log(np.array([point.ms for point in points]))
+    weights = np.sqrt(np.array([point.weight for point in points]))[seen]
 
     def residuals(vector: Array) -> Array:
         error = (np.log(model.predicted(vector)) - measured)[seen]
         # The square of this grows as the error itself from OUTLIER on.
         softened = np.sign(error) * np.sqrt(2 * OUTLIER**2 * (np.sqrt(1 + (error / OUTLIER) ** 2) - 1))
-        return np.concatenate([softened, model.pull * (vector - model.start)])
+        return np.concatenate([weights * softened, model.pull * (vector - model.start)])
 
     vector = minimized(residuals, model.start)
     error = np.log(model.predicted(vector)) - measured
@@ -323,8 +331,8 @@ def tables() -> Iterator[tuple[str, str, str]]:
 
 def text_of(backend: str, fits: dict[str, Fitted], host: dict[str, Any]) -> str:
     """Return a backend's file."""
-    data = recorded.load(SOURCES[0])
-    machine = next(recorded.READERS[SOURCES[0]](SOURCES[0], data)).host
+    data = recorded.load(FIRST)
+    machine = next(recorded.READERS[FIRST](FIRST, data)).host
     peak = peak_of(load(), machine)
     if peak is None:
         raise SystemExit(f"{ARCH}/arch.toml requires [peak] for {machine.device_name}.")

@@ -18,8 +18,8 @@ from attnroute.tables.load import load
 from benchmarks import recorded, replay
 
 MEAN = {
-    "everything": {"fit": 1.056, "unseen": 1.066},
-    "torch alone": {"fit": 1.04, "unseen": 1.045},
+    "everything": {"fit": 1.059, "unseen": 1.065},
+    "torch alone": {"fit": 1.042, "unseen": 1.044},
 }
 """Geometric means of the choice's time over the best one's, by what is installed and by part."""
 WORST = 1.15
@@ -32,13 +32,13 @@ WORST_OF = {
     "h100-torch2.11-flex-crossover": 2.1,
     "h100-torch2.11-ragged": 1.3,
     "h100-torch2.11-small-calls": 1.3,
-    "h200-torch2.11-grid": 1.65,
+    "h200-torch2.11-grid": 1.5,
     "h200-torch2.11-grid-tokens": 2.0,
     "h200-torch2.11-models": 2.5,
     "h200-torch2.11-sweep": 7.2,
 }
 """The same for files with calls whose times are predicted too far from what they take."""
-SLOWER = {"everything": 164, "torch alone": 190}
+SLOWER = {"everything": 173, "torch alone": 202}
 """How many calls may take more than 1.02 of stock attention's time."""
 PRINTED = 10
 
