@@ -16,7 +16,7 @@ import json
 import math
 import re
 import tomllib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any, Final, NamedTuple, get_args
@@ -33,6 +33,7 @@ from attnroute.tables.costs import FOLDER, Trait
 from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 from benchmarks import recorded
+from benchmarks.fit_hosts import IN_A_ROW, IN_STEPS, Sample, hosts_of, rounded
 from benchmarks.recorded import Record
 
 Array = NDArray[np.float64]
@@ -66,16 +67,6 @@ OUTLIER: Final = 0.15
 """From this error on a call counts less."""
 NEAR: Final = 0.05
 """Relative difference of two fits to the same records."""
-FEW: Final = 3
-"""Calls with a repair without which nothing is said of what it takes."""
-IN_A_ROW: Final = 0.8
-"""Of a step's host time in training: in a row, as the grids time steps, the next one begins while another
-thread hands over the backward of the last. It was chosen as that with which the grids' choices are cheapest:
-this one number has seen their unseen part too."""
-IN_STEPS: Final = frozenset({"chunked"})
-"""Backends whose host launches a kernel for each part of the scores."""
-PASSES: Final = 40
-"""How often each number of the host is set in turn."""
 FEWEST: Final = 8
 """Calls without which nothing is fitted."""
 
@@ -88,15 +79,6 @@ class Point(NamedTuple):
     is_fit: bool
     name: str
     weight: float
-
-
-class Sample(NamedTuple):
-    """The host time of one call on one backend."""
-
-    training: bool
-    repairs: tuple[str, ...]
-    scores: float
-    us: float
 
 
 class Fitted(NamedTuple):
@@ -189,12 +171,12 @@ class Model:
         """Return the vector as a `Kernel` of the tables has it."""
         numbers, tflops, factors = self._parts(vector)
         return {
-            **{name: _rounded(value) for name, value in numbers.items()},
-            "tflops": {f"d{d}": _rounded(rate) for d, rate in zip(self.dims, tflops, strict=True)},
+            **{name: rounded(value) for name, value in numbers.items()},
+            "tflops": {f"d{d}": rounded(rate) for d, rate in zip(self.dims, tflops, strict=True)},
             "factor": {
                 trait: value
                 for trait, factor in zip(self.traits, factors, strict=True)
-                if (value := _rounded(factor)) != 1.0
+                if (value := rounded(factor)) != 1.0
             },
         }
 
@@ -210,11 +192,6 @@ def _inner(name: str, value: float) -> float:
 
 def _outer(name: str, value: float) -> float:
     return float(1 / (1 + np.exp(-value)) if name == "packing" else np.exp(value))
-
-
-def _rounded(value: float) -> float:
-    """Return three significant digits: more say nothing."""
-    return float(f"{value:.3g}")
 
 
 def minimized(residuals: Callable[[Array], Array], vector: Array, *, steps: int = 80) -> Array:
@@ -280,36 +257,6 @@ def repairing(points: list[Point]) -> dict[str, float]:
     return {name: found.numbers[name] for name in START if name.startswith("repair_")}
 
 
-def hosts_of(samples: list[Sample], *, in_steps: bool) -> dict[str, Any]:
-    """Return the host's times: what makes the sum of absolute errors least, number after number."""
-    repairs = [r for r, count in Counter(r for s in samples for r in s.repairs).items() if count >= FEW]
-    names = ["forward_us", "training_us", "scores_us", *sorted(repairs)]
-    columns = np.array(
-        [
-            [not s.training, s.training, s.scores * in_steps, *(r in s.repairs for r in names[3:])]
-            for s in samples
-        ],
-        dtype=float,
-    )
-    measured = np.array([s.us for s in samples])
-    found = np.zeros(len(names))
-    for _ in range(PASSES):
-        for at, column in enumerate(columns.T):
-            rest = measured - columns @ found + column * found[at]
-            if (column > 0).any():
-                found[at] = max(0.0, _middle(rest[column > 0] / column[column > 0], column[column > 0]))
-    values = dict(zip(names, map(_rounded, found.tolist()), strict=True))
-    told = {name: values[name] for name in names[:3] if values[name]}
-    return told | {"repair_us": {name: values[name] for name in names[3:] if values[name] >= 1}}
-
-
-def _middle(values: Array, weights: Array) -> float:
-    """Return the weighted median."""
-    order = np.argsort(values)
-    sums = np.cumsum(weights[order])
-    return float(values[order][int(np.searchsorted(sums, sums[-1] / 2))])
-
-
 def tables() -> Iterator[tuple[str, str, str]]:
     """Yield backend, the text of its file and a report on its fit."""
     found, hosts = points()
@@ -342,7 +289,7 @@ def text_of(backend: str, fits: dict[str, Fitted], host: dict[str, Any]) -> str:
         "date": date,
         "versions": machine.versions,
         "calls": max(fit.calls for fit in fits.values()),
-        "error": _rounded(median(fit.unseen for fit in fits.values() if not math.isnan(fit.unseen))),
+        "error": rounded(median(fit.unseen for fit in fits.values() if not math.isnan(fit.unseen))),
     }
     evidence = [{"kind": "measured", "ref": source, "date": date} for source in SOURCES]
     lines = [
