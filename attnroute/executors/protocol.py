@@ -132,9 +132,11 @@ class Executor:
             this process, None where it was not compiled yet.
         bind: For a kernel that has a shorter way for calls that differ from these inputs in the values of
             tensors alone: returns that, or None where there is none for this call.
+        spared: Repairs that what `bind` returns makes itself, on query, key, value and a bias as given.
     """
 
     run: Run
     pair: Pair | None = None
     compiled_seconds: Callable[[Inputs, Plan], float | None] | None = None
     bind: Bind | None = None
+    spared: frozenset[Repair] = frozenset()

@@ -44,6 +44,42 @@ def tensors(*, grad=False):
     return [t.requires_grad_(grad) for t in made]
 
 
+def a_bias(seqlen, *, grad):
+    bias = torch.randn(1, 4, seqlen, seqlen, device="cuda", dtype=torch.bfloat16)
+    return {"bias": bias.requires_grad_(grad)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape", "arguments"),
+    [
+        ("efficient", (2, 49, 4, 32), lambda: a_bias(49, grad=True)),
+        ("efficient", (2, 49, 4, 32), lambda: a_bias(49, grad=False)),
+        ("efficient", (2, 64, 4, 32), lambda: a_bias(64, grad=True)),
+        ("flash", (2, 49, 4, 20), dict),
+    ],
+)
+def test_torch_makes_its_own_preparations(backend, shape, arguments):
+    """What torch would do itself is not done twice, and a bias that trains goes the short way too."""
+    made = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)]
+    inputs, given = [t.requires_grad_() for t in made], arguments()
+    leaves = [*inputs, *(t for t in given.values() if t.requires_grad)]
+    grad = torch.randn_like(made[0])
+    want = dispatch.run(Given(*inputs, **given, backend=backend))[0]
+    wanted = torch.autograd.grad(want, leaves, grad)
+    attnroute.attention(*inputs, **given, backend=backend)
+    choice = SDPBackend.EFFICIENT_ATTENTION if backend == "efficient" else SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel(choice):
+        # The short way is bound to these switches of torch.
+        reset()
+        attnroute.attention(*inputs, **given, backend=backend)
+        out, on_device, names = names_of(lambda: attnroute.attention(*inputs, **given, backend=backend))
+        assert STOCK in names
+        assert backend_seen(on_device, names) == {backend}
+    assert error(out, want) <= TOLERANCE[torch.bfloat16]
+    for got, right in zip(torch.autograd.grad(out, leaves, grad), wanted, strict=True):
+        assert error(got, right) <= TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize(("backend", "name"), PAIRS)
 def test_the_kernel_that_was_decided_runs_whatever_torch_would_select(backend, name):
     """Also where torch selects another one, or would once a switch of the process is moved."""

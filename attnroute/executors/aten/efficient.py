@@ -152,4 +152,10 @@ def _bottom_right_backward(inputs: Inputs, result: ForwardResult, grad_out: Tens
     return grad_query, grad_key, grad_value, None
 
 
-executor = Executor(run, Pair(forward, backward), bind=handed_over(SDPBackend.EFFICIENT_ATTENTION))
+executor = Executor(
+    run,
+    Pair(forward, backward),
+    bind=handed_over(SDPBackend.EFFICIENT_ATTENTION),
+    # `preprocess_mask` of torch's attention.cpp.
+    spared=frozenset({"align_bias"}),
+)

@@ -182,4 +182,10 @@ def _sequences(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> tuple[Any,
     return out.unflatten(0, (batch, seqlen)).transpose(1, 2), lse.transpose(0, 1), *rest
 
 
-executor = Executor(run, Pair(forward, backward), bind=handed_over(SDPBackend.FLASH_ATTENTION))
+executor = Executor(
+    run,
+    Pair(forward, backward),
+    bind=handed_over(SDPBackend.FLASH_ATTENTION),
+    # `pad_last_dim` of torch's attention.cpp.
+    spared=frozenset({"pad_head_dim"}),
+)

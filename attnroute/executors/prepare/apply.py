@@ -84,14 +84,16 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     Returns:
         A function that keeps no mask alive: what was prepared of one is kept with that.
     """
-    repairs = frozenset(plan.repairs)
+    repairs = frozenset(plan.repairs) - executor.spared
+    if "align_bias" in plan.repairs and not _is_only_bias(inputs):
+        repairs |= {"align_bias"}
     if executor.bind is None or plan.return_lse or not repairs <= _OF_MASKS:
         return None
     prepares = bool(repairs & _DENSE) and not (inputs.mask.is_full and inputs.bias is None)
     if prepares and not _is_kept(inputs):
         return None
     attn = _dense(inputs, repairs) if prepares else _as_given(inputs)
-    if attn is not None and (attn.requires_grad or not (prepares or isinstance(given, Tensor))):
+    if attn is not None and not (prepares or isinstance(given, Tensor)):
         return None
     inputs = replace(inputs, attn=attn)
     _prepare_qkv(inputs, repairs)
@@ -105,6 +107,11 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     if attn is not None and prepares:
         return _with(run, weakref.ref(attn))
     return run if attn is not None or given is None else _without(run)
+
+
+def _is_only_bias(inputs: Inputs) -> bool:
+    """Return whether a bias stands without a mask, and starts where kernels can read it."""
+    return inputs.bias is not None and inputs.mask.is_full and address(inputs.bias) % 16 == 0
 
 
 def _with(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
