@@ -17,9 +17,10 @@ from support.golden_files import but_for_newest
 
 import attnroute
 from attnroute.cli import main
+from attnroute.tables.archs import ArchTable
 from attnroute.tables.load import load
 from attnroute.tables.preferences import all_preferences
-from attnroute.tables.schema import ArchTable, BackendTable, SharedRules
+from attnroute.tables.schema import BackendTable, SharedRules
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "attnroute"

@@ -133,7 +133,7 @@ def test_a_release_is_known_to_every_backend_by_one_line(tmp_path):
     package = gone.partition(" ")[0]
     shutil.copytree(shipped_folder(), tmp_path / "capability_tables")
     path = tmp_path / file
-    text, count = re.subn(rf"^{package} = .*\n", added, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    text, count = re.subn(rf'^{package} = ".*\n', added, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert count == 1
     path.write_text(text, encoding="utf-8")
     new = Tables((tmp_path / "capability_tables",))

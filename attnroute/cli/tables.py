@@ -12,13 +12,14 @@ from attnroute.cli._parser import Parser
 from attnroute.engine.examples import Examples
 from attnroute.errors import TableError, printable
 from attnroute.settings import current
+from attnroute.tables.archs import ArchTable, StockTable
 from attnroute.tables.costs import CostTable
 from attnroute.tables.lint import lint
 from attnroute.tables.load import load
 from attnroute.tables.preferences import all_preferences
 from attnroute.tables.read import shipped_folder
 from attnroute.tables.releases import ReleaseTable
-from attnroute.tables.schema import ArchTable, BackendTable, SharedRules, StockTable
+from attnroute.tables.schema import BackendTable, SharedRules
 
 SCHEMA_FILE = "schema.json"
 _FILES = {

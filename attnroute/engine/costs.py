@@ -15,8 +15,8 @@ from attnroute.engine.work import Work, work_of
 
 if TYPE_CHECKING:
     from attnroute.question.call import Call
+    from attnroute.tables.archs import Peak
     from attnroute.tables.costs import Costs, HostTimes, Kernel
-    from attnroute.tables.schema import Peak
     from attnroute.vocabulary import Repair
 
 _GIGA_PER_MS = 1e6

@@ -21,13 +21,14 @@ from attnroute.question.call import Call
 from attnroute.question.facts import Facts, needed_features
 from attnroute.question.host import Host
 from attnroute.tables.alternatives import alternatives, names_in, spare
+from attnroute.tables.archs import Peak
 from attnroute.tables.cards import peak_of
 from attnroute.tables.conditions import Compiled, Tri, combine_and
 from attnroute.tables.costs import Costs, costs_of
 from attnroute.tables.folders import Tables
 from attnroute.tables.rows import FeatureRow, OptionRow, RuleRow
-from attnroute.tables.schema import BackendInfo, Option, Peak, Preference, Rule
-from attnroute.tables.versions import contains, version_of
+from attnroute.tables.schema import BackendInfo, Option, Preference, Ranges, Rule
+from attnroute.tables.versions import are_one, contains, same_as, version_of
 from attnroute.vocabulary import Feature, Outcome, Repair, RuleKind
 
 if TYPE_CHECKING:
@@ -326,14 +327,22 @@ def versions_outside(info: BackendInfo, host: Host) -> dict[str, str]:
     return {
         name: version
         for name, version in present.items()
-        if version is not None and not contains(info.versions_known[name], name, version)
+        if version is not None and not _is_known(info.versions_known[name], name, version, host)
     }
+
+
+def _is_known(ranges: Ranges, name: str, version: str, host: Host) -> bool:
+    other = same_as(ranges)
+    if other is None:
+        return contains(ranges, name, version)
+    beside = version_of(other, host.versions)
+    return beside is None or are_one(version, beside)
 
 
 def _distributions(info: BackendInfo, host: Host) -> list[str]:
     """Return the distributions whose versions must be known here."""
-    unused = spare(info.needs, lambda name: _has(host, name))
-    return [name for name in info.versions_known if name not in unused]
+    used = set(names_in(info.needs)) - spare(info.needs, lambda name: _has(host, name))
+    return [name for name in info.versions_known if name in used]
 
 
 def _versions_known(rows: Prepared) -> Finding:

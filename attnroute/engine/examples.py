@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from packaging.version import Version
 
@@ -23,14 +23,15 @@ from attnroute.question.normalize import normalize
 from attnroute.question.policy import Policy
 from attnroute.tables.lint import Problem, problem_of
 from attnroute.tables.points import options_of, shared_points
+from attnroute.tables.rows import RuleRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnroute.question.call import Call
     from attnroute.tables.folders import Tables
-    from attnroute.tables.rows import RuleRow
     from attnroute.tables.schema import BackendInfo, Rule
+    from attnroute.vocabulary import Outcome
 
 _ON: Final = " on "
 
@@ -57,6 +58,63 @@ def read_example(text: str) -> Example:
     return Example(normalize(call), arch, {name: version for name, equals, version in words if equals})
 
 
+class Trial(NamedTuple):
+    """An example of a row, which can be held against the row and against others in its place.
+
+    Attributes:
+        row: The row.
+        field: "refuses" or "takes".
+        text: The example as it stands there.
+        example: The example.
+        form: Its call, with what was computed about it.
+        places: The architectures and backends on which it counts.
+        tables: The tables.
+    """
+
+    row: RuleRow
+    field: Literal["refuses", "takes"]
+    text: str
+    example: Example
+    form: Form
+    places: tuple[tuple[str, str], ...]
+    tables: Tables
+
+    def problem(self) -> str:
+        """Return what is wrong with the example, without the last words; "" where nothing is."""
+        if not self.places:
+            return f"requires an architecture where the row holds; got {self.example.arch or 'none'}"
+        for place in self.places:
+            outcome = self._outcome(self.row, place)
+            if not self._is_right(outcome):
+                required = "rejects" if self.field == "refuses" else "lets pass"
+                where = f"{place[1]} on {place[0]}"
+                return f"requires a call that the row {required}; got {outcome} for {where}"
+        if self.field == "refuses" and self.row.rule.repair is not None and not self._is_lifted():
+            return f"requires a call that {self.row.rule.repair} makes acceptable to the row; got another"
+        return ""
+
+    def agrees(self, rule: Rule) -> bool:
+        """Return whether the example would be as right with another rule in the place of its own."""
+        row = RuleRow(self.row.id, rule, self.row.file)
+        return self._is_right(self._outcome(row, self.places[0]))
+
+    def _is_right(self, outcome: Outcome) -> bool:
+        return outcome != "unknown" and (outcome == "fail") == (self.field == "refuses")
+
+    def _outcome(self, row: RuleRow, place: tuple[str, str]) -> Outcome:
+        arch, backend = place
+        info = self.tables.info(arch, backend)
+        host = _host(row.rule, arch, info, self.example)
+        (outcome,) = outcomes_of(Prepared(backend, host, info, (row,)), self.form)
+        return outcome
+
+    def _is_lifted(self) -> bool:
+        arch, backend = self.places[-1]
+        host = _host(self.row.rule, arch, self.tables.info(arch, backend), self.example)
+        verdict = judge(self.example.call, host, self.tables, backend, Policy())
+        return any(f.rule == self.row.id and f.repaired_by is not None for f in verdict.findings)
+
+
 class Examples:
     """The examples of all rows, tried on every architecture and backend where their row holds."""
 
@@ -73,6 +131,10 @@ class Examples:
                     found[row.id].append((arch, backend))
         return found
 
+    def places(self, row: RuleRow) -> list[tuple[str, str]]:
+        """Return the architectures and backends where a row holds."""
+        return self._places[row.id]
+
     def problems(self) -> Iterator[Problem]:
         """Give every example that is wrong, and every one that its row does not treat as it says."""
         for row in self._tables.all_rows():
@@ -80,33 +142,33 @@ class Examples:
 
     def problems_of(self, row: RuleRow) -> Iterator[Problem]:
         """Give what is wrong with the examples of one row."""
-        for field, texts in (("refuses", row.rule.refuses), ("takes", row.rule.takes)):
-            for text in options_of(texts or []):
-                sentence = self._problem(row, text, refused=field == "refuses")
-                if sentence:
-                    yield problem_of(row, field, f'{sentence} in "{text}".')
+        for field, text in _texts(row.rule):
+            try:
+                sentence = self._trial(row, field, text).problem()
+            except AttnRouteError as error:
+                sentence = f"{str(error).rstrip('.')};"
+            if sentence:
+                yield problem_of(row, field, f'{sentence} in "{text}".')
 
-    def _problem(self, row: RuleRow, text: str, *, refused: bool) -> str:
-        """Return what is wrong with one example of a row, without the last words; "" where nothing is."""
-        try:
-            example = read_example(text)
-        except AttnRouteError as error:
-            return f"{str(error).rstrip('.')};"
-        places = [(arch, b) for arch, b in self._places[row.id] if example.arch in (None, arch)]
-        if not places:
-            return f"requires an architecture where the row holds; got {example.arch or 'none'}"
-        for arch, backend in places:
-            info = self._tables.info(arch, backend)
-            host = _host(row.rule, arch, info, example)
-            (outcome,) = outcomes_of(Prepared(backend, host, info, (row,)), Form(example.call))
-            if (outcome == "fail") != refused or outcome == "unknown":
-                required = "rejects" if refused else "lets pass"
-                return f"requires a call that the row {required}; got {outcome} for {backend} on {arch}"
-        if refused and row.rule.repair is not None:
-            verdict = judge(example.call, host, self._tables, backend, Policy())
-            if not any(f.rule == row.id and f.repaired_by is not None for f in verdict.findings):
-                return f"requires a call that {row.rule.repair} makes acceptable to the row; got another"
-        return ""
+    def trials(self, row: RuleRow) -> list[Trial]:
+        """Return the examples of a row.
+
+        Raises:
+            ArgumentError: One cannot be read.
+        """
+        return [self._trial(row, field, text) for field, text in _texts(row.rule)]
+
+    def _trial(self, row: RuleRow, field: Literal["refuses", "takes"], text: str) -> Trial:
+        example = read_example(text)
+        places = tuple(place for place in self.places(row) if example.arch in (None, place[0]))
+        return Trial(row, field, text, example, Form(example.call), places, self._tables)
+
+
+def _texts(rule: Rule) -> Iterator[tuple[Literal["refuses", "takes"], str]]:
+    for text in options_of(rule.refuses or []):
+        yield "refuses", text
+    for text in options_of(rule.takes or []):
+        yield "takes", text
 
 
 def _host(rule: Rule, arch: str, info: BackendInfo, example: Example) -> Host:
@@ -115,5 +177,5 @@ def _host(rule: Rule, arch: str, info: BackendInfo, example: Example) -> Host:
 
 
 def _newest(name: str, ranges: list[str], info: BackendInfo) -> str:
-    known = options_of(info.versions_known.get(name, ">=0"))
+    known = options_of(info.known(name) or ">=0")
     return str(max(shared_points(name, ranges, known), default=Version("0")))

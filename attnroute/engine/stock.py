@@ -16,8 +16,8 @@ from attnroute.question.normalize import normalize
 from attnroute.tables.versions import contains, version_of
 
 if TYPE_CHECKING:
+    from attnroute.tables.archs import StockOrder
     from attnroute.tables.folders import Tables
-    from attnroute.tables.schema import StockOrder
 
 MaskForm = Literal["none", "is_causal", "dense_mask", "dense_bias"]
 

@@ -9,8 +9,8 @@ from attnroute.errors import ECHO, did_you_mean
 
 if TYPE_CHECKING:
     from attnroute.question.host import Host
+    from attnroute.tables.archs import Peak
     from attnroute.tables.folders import Tables
-    from attnroute.tables.schema import Peak
 
 DEFAULT: Final = "default"
 """In place of a card's name: every card of the architecture that has none in the tables."""

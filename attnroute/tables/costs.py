@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from attnroute.memory import TABLES, cached
+from attnroute.tables.archs import Peak
 from attnroute.tables.read import read
-from attnroute.tables.schema import Evidence, Peak
+from attnroute.tables.schema import Evidence
 from attnroute.vocabulary import Repair
 
 if TYPE_CHECKING:

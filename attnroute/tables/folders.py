@@ -18,21 +18,19 @@ from functools import cached_property
 from pathlib import Path
 
 from attnroute.errors import TableError, did_you_mean
+from attnroute.tables.archs import ArchTable, StockOrder, StockTable
 from attnroute.tables.providers import Providers, providers_of
 from attnroute.tables.read import read
 from attnroute.tables.releases import with_tested_versions
 from attnroute.tables.rows import FeatureRow, OptionRow, RuleRow, wrong_device
 from attnroute.tables.schema import (
     BACKEND,
-    ArchTable,
     BackendInfo,
     BackendTable,
     FeatureAnswer,
     Option,
     Rule,
     SharedRules,
-    StockOrder,
-    StockTable,
 )
 from attnroute.vocabulary import Feature
 

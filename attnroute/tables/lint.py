@@ -195,7 +195,7 @@ def _empty_ranges(tables: Tables) -> Iterator[Problem]:
     told: set[tuple[str, str]] = set()
     for row, info in _used_rows(tables):
         for name, ranges in _says(row).versions.items():
-            known = options_of(info.versions_known.get(name, ">=0"))
+            known = options_of(info.known(name) or ">=0")
             for option in options_of(ranges):
                 if (row.id, option) not in told and not shared_points(name, [option], known):
                     told.add((row.id, option))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnroute.errors import PluginWarning, TableError, warn_user
 from attnroute.foreign import is_of_the_user, locate, summarize_error
+from attnroute.tables.archs import ArchTable
 from attnroute.tables.read import read
-from attnroute.tables.schema import ArchTable
 from attnroute.vocabulary import FEATURES
 
 if TYPE_CHECKING:

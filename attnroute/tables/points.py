@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from packaging.version import Version
 
 from attnroute.memory import TABLES, cached
-from attnroute.tables.versions import bound_of, contains, specifier
+from attnroute.tables.versions import bound_of, contains, same_as, specifier
 
 if TYPE_CHECKING:
     from packaging.specifiers import Specifier
@@ -48,7 +48,11 @@ def points(tables: Tables, arch: str, backend: str, distribution: str) -> tuple[
         Ascending, none below the first bound; only known versions, where the backend says which are known.
         Empty where no row asks.
     """
-    known = tables.info(arch, backend).versions_known.get(distribution)
+    info = tables.info(arch, backend)
+    other = same_as(info.versions_known.get(distribution, ""))
+    if other is not None:
+        return points(tables, arch, backend, other)
+    known = info.versions_known.get(distribution)
     rows = tables.rules(arch, backend) or ()
     named = [row.rule.versions[distribution] for row in rows if distribution in row.rule.versions]
     texts = [text for ranges in [*named, *([] if known is None else [known])] for text in options_of(ranges)]

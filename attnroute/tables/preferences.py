@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from attnroute.errors import TableError
 from attnroute.memory import TABLES, cached
+from attnroute.tables.archs import ArchTable
 from attnroute.tables.folders import ANY
 from attnroute.tables.read import read
 from attnroute.tables.rows import PreferenceRow
-from attnroute.tables.schema import ArchTable
 
 if TYPE_CHECKING:
     from attnroute.tables.folders import Tables

@@ -44,12 +44,14 @@ class ReleaseTable(BaseModel):
     Attributes:
         untested: By package, the first release that nobody looked at: where `<untested` of a backend's
             `versions_known` ends.
+        known: By package, the published releases before that one.
         release: What wheels of torch bring along.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     untested: dict[str, str]
+    known: dict[str, list[str]]
     release: Annotated[list[Release], Field(min_length=1)]
 
 
@@ -90,6 +92,19 @@ def with_tested_versions(info: BackendInfo, folder: Path) -> BackendInfo:
 
     known = {name: ended(ranges, ends.get(name, "")) for name, ranges in info.versions_known.items()}
     return info.model_copy(update={"versions_known": known})
+
+
+def published(folder: Path) -> dict[str, list[str]]:
+    """Return the releases of each distribution that rows and evidence may name, ascending.
+
+    Args:
+        folder: The folder of the shipped tables.
+
+    Raises:
+        TableError: The file is missing or malformed.
+    """
+    table: ReleaseTable = read(folder / FILE, ReleaseTable)
+    return table.known
 
 
 def known(folder: Path) -> tuple[Companions, ...]:

@@ -16,7 +16,6 @@ from pydantic import (
     model_validator,
 )
 
-from attnroute.question.host import Arch
 from attnroute.tables import conditions, versions
 from attnroute.tables.conditions import Compiled, Spec, compiled
 from attnroute.tables.providers import Module, Provider
@@ -34,11 +33,13 @@ Seconds = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 
 
-class _Row(BaseModel):
+class Row(BaseModel):
+    """A part of a table file: nothing in it changes, and no key is unknown."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Evidence(_Row):
+class Evidence(Row):
     """Where a number comes from.
 
     `kind` is "measured" only when a GPU ran it (`ref` names the data file), "probe" when a release binary's
@@ -70,6 +71,8 @@ def _check_ranges(ranges: dict[str, Ranges]) -> dict[str, Ranges]:
 
 def _check_known(known: dict[str, Ranges]) -> dict[str, Ranges]:
     for name, option in known.items():
+        if versions.same_as(option):
+            continue
         texts = [option] if isinstance(option, str) else option
         _check_ranges({name: [text.replace(versions.UNTESTED, "<1") for text in texts]})
     return known
@@ -79,7 +82,7 @@ Box = dict[str, Spec]
 Versions = Annotated[dict[str, Ranges], AfterValidator(_check_ranges)]
 
 
-class AnyOf(_Row):
+class AnyOf(Row):
     """Several boxes, one of which must hold: for regions that are not rectangles."""
 
     any_of: list[Box]
@@ -97,7 +100,7 @@ def boxes_of(part: Box | AnyOf | str) -> list[Box]:
     return part.any_of if isinstance(part, AnyOf) else [part]
 
 
-class _Guarded(_Row):
+class _Guarded(Row):
     """What counts where `when`, `versions` and `phase` certainly hold."""
 
     name: Name
@@ -133,7 +136,7 @@ class Option(_Guarded):
     set: Annotated[dict[OptionName, OptionValue], Field(min_length=1)]
 
 
-class _Condition(_Row):
+class _Condition(Row):
     """One necessary condition: where `when`, `versions` and `phase` apply, `requires` must hold.
 
     Attributes:
@@ -233,13 +236,13 @@ class SharedRule(_Condition):
         return [item for item in self.evidence if item.file in (None, file)]
 
 
-class SharedRules(_Row):
+class SharedRules(Row):
     """`any/several.toml`: rows that hold in several files."""
 
     rule: Annotated[list[SharedRule], Field(min_length=1)]
 
 
-class FeatureAnswer(_Row):
+class FeatureAnswer(Row):
     """Whether a backend's kernel can do something; `repair` names what makes a call without the need."""
 
     value: bool | Literal["unknown"]
@@ -247,14 +250,14 @@ class FeatureAnswer(_Row):
     evidence: Annotated[list[Evidence], Field(min_length=1)]
 
 
-class Devices(_Row):
+class Devices(Row):
     """The kinds of device that a backend has kernels for; on every other it is rejected."""
 
     kinds: Annotated[list[Device], Field(min_length=1)]
     evidence: Annotated[list[Evidence], Field(min_length=1)]
 
 
-class BackendInfo(_Row):
+class BackendInfo(Row):
     """What holds for a backend everywhere.
 
     Attributes:
@@ -263,7 +266,8 @@ class BackendInfo(_Row):
         provider: The distribution that ships it.
         needs: Every distribution or library that must be there.
         versions_known: No statement is made outside these ranges: the verdict there is unknown. `<untested`
-            ends at the release that `releases.toml` names.
+            ends at the release that `releases.toml` names; `==name` asks for the version that another
+            distribution has.
         operators: The operators whose appearance shows that this backend ran.
         memory: "linear" or "quadratic" in the sequence length.
         devices: The kinds of device that it runs on; absent where it runs on every one.
@@ -281,8 +285,14 @@ class BackendInfo(_Row):
     devices: Devices | None = None
     first_call_seconds: tuple[Seconds, Seconds] | None = None
 
+    def known(self, distribution: str) -> Ranges | None:
+        """Return which versions somebody looked at, None where the table does not say."""
+        ranges = self.versions_known.get(distribution)
+        other = versions.same_as(ranges) if ranges is not None else None
+        return ranges if other is None else self.versions_known.get(other)
 
-class BackendTable(_Row):
+
+class BackendTable(Row):
     """One `<backend>.toml`, or one file of `shared/`.
 
     Attributes:
@@ -331,65 +341,3 @@ class Preference(_Guarded):
     def condition(self) -> tuple[object, ...]:
         """What must hold for the row to count; all of it is empty in a base order."""
         return self.versions, self.phase, self.when
-
-
-class Peak(_Row):
-    """What one card can do at most, by its vendor's pages; the costs of kernels are fractions of it.
-
-    Attributes:
-        tflops: Of dense products of 16-bit numbers, summed in float32, in 10^12 operations a second.
-        bandwidth_gbs: Of its memory, in 10^9 bytes a second.
-        sms: Streaming multiprocessors.
-        l2_mib: Second-level cache in MiB, absent where no page says it.
-    """
-
-    tflops: Positive
-    bandwidth_gbs: Positive
-    sms: Annotated[int, Field(gt=0)]
-    l2_mib: Positive | None = None
-    evidence: Annotated[list[Evidence], Field(min_length=1)]
-
-
-class ArchTable(_Row):
-    """One architecture's `arch.toml`; that of an overlay needs only what it says otherwise or adds.
-
-    Attributes:
-        compute_capability: (major, minor), absent for cpu.
-        shared_memory_per_block: Bytes a block may use after opting in, absent where nobody looked.
-        cards: Example products.
-        costs_from: An architecture whose measured costs are scaled to the cards of this one, where neither
-            this one nor one that it inherits from was measured.
-        inherits: An architecture whose backend files, rules and feature answers alike, hold here where this
-            one has none, and whose preferences hold behind this one's.
-        backends: Backends that do not depend on the architecture and have no file of their own here.
-        evidence: Where the figures come from.
-        peak: What cards of this architecture can do, by name; "default" is for those without a name here.
-            Nothing of it is inherited.
-        prefer: Which backends come first for which calls; see `tables.preferences`.
-    """
-
-    compute_capability: tuple[int, int] | None = None
-    shared_memory_per_block: int | None = None
-    cards: Annotated[list[str], Field(default_factory=list)]
-    inherits: Arch | None = None
-    costs_from: Arch | None = None
-    backends: Annotated[list[Backend], Field(default_factory=list)]
-    evidence: Annotated[list[Evidence], Field(default_factory=list)]
-    peak: Annotated[dict[str, Peak], Field(default_factory=dict)]
-    prefer: Annotated[list[Preference], Field(default_factory=list)]
-
-
-class StockOrder(_Row):
-    """The order in which torch's own selector tries its backends."""
-
-    name: Name
-    versions: Annotated[Versions, Field(default_factory=dict)]
-    archs: list[Arch] | None = None
-    order: list[Backend]
-    evidence: Annotated[list[Evidence], Field(min_length=1)]
-
-
-class StockTable(_Row):
-    """`any/stock.toml`: what stock scaled_dot_product_attention tries, first matching row wins."""
-
-    order: Annotated[list[StockOrder], Field(min_length=1)]

@@ -23,6 +23,7 @@ from attnroute.memory import cached
 
 UNTESTED: Final = "<untested"
 """The end of a backend's known versions; `releases.toml` names the release of each package."""
+_SAME: Final = re.compile(r"==([a-z][a-z-]*[a-z0-9])")
 _CUDNN_PARTS = 3
 _CUDA_LOCAL = re.compile(r"cu(\d+)(\d)")
 _ORDER: Final[dict[str, Callable[[Any, Any], bool]]] = {
@@ -120,6 +121,17 @@ def _inside(option: str, distribution: str, version: str) -> bool:
 
 def _published(version: str) -> Version:
     return Version(Version(version).public)
+
+
+def same_as(ranges: str | list[str]) -> str | None:
+    """Return the distribution of whose version another must be, for `==transformer-engine`; else None."""
+    match = _SAME.fullmatch(ranges) if isinstance(ranges, str) else None
+    return match[1] if match else None
+
+
+def are_one(version: str, other: str) -> bool:
+    """Return whether two distributions are of one version, local parts aside."""
+    return _published(version) == _published(other)
 
 
 def version_of(distribution: str, versions: dict[str, str]) -> str | None:

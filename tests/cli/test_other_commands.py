@@ -15,9 +15,10 @@ from attnroute.memory import reset
 from attnroute.question.host import Host
 from attnroute.question.line import WORDS, parse, render
 from attnroute.tables import lint
+from attnroute.tables.archs import ArchTable, StockTable
 from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
-from attnroute.tables.schema import ArchTable, BackendTable, StockTable
+from attnroute.tables.schema import BackendTable
 
 
 def test_without_a_command_the_commands_and_exit_codes_are_listed(capsys) -> None:

@@ -30,12 +30,17 @@ HOST = {
 }
 
 
-def te(release):
-    return {"versions": {"transformer-engine": release}}
+def te(release, torch_release=None):
+    return {
+        "versions": {
+            "transformer-engine": release,
+            "transformer-engine-torch": torch_release or release,
+        }
+    }
 
 
 def both(te_release, cudnn_release):
-    return {"versions": {"transformer-engine": te_release, "cudnn": cudnn_release}}
+    return {"versions": {**te(te_release)["versions"], "cudnn": cudnn_release}}
 
 
 def test_where_te_is_described():
@@ -117,6 +122,7 @@ def test_what_is_needed(missing):
         (te("2.12.0"), "eligible"),
         (te("2.20.2"), "eligible"),
         (te("2.21.0"), "unknown"),
+        (te("2.20.2", "2.19.0"), "unknown"),
         (cudnn("9.7.0"), "unknown"),
         (cudnn("9.7.1"), "eligible"),
         (cudnn("9.10.0"), "rejected"),

@@ -152,7 +152,7 @@ class _Backend:
         *,
         may_be_slow: bool,
     ) -> Range | None:
-        known = self._info.versions_known.get(name)
+        known = self._info.known(name)
         end = None if known is None else end_of(name, known)
         lowest, below = None, None if end is None else str(end)
         for version in reversed(candidates):
