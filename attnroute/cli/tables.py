@@ -1,4 +1,4 @@
-"""`attnroute tables lint` and `attnroute tables schema`."""
+"""`attnroute tables lint|schema`, and the way to `attnroute tables audit`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,17 @@ _FILES = {
 
 def run(words: list[str]) -> int:
     """Check the tables, or print or check their schema."""
-    parser = Parser("tables", "Check the capability tables, or print the JSON schema of their files.")
+    if words[:1] == ["audit"]:
+        from attnroute.cli import _audit
+
+        return _audit.run(words[1:])
+    parser = Parser(
+        "tables",
+        "Check the capability tables, or print the JSON schema of their files.\n"
+        "`attnroute tables audit --help` says how they are held against published releases.",
+    )
     commands = parser.add_argument("what", choices=("lint", "schema"), help="what to do")
-    commands.metavar = "lint|schema"
+    commands.metavar = "lint|schema|audit"
     parser.add_argument("--check", action="store_true", help=f"compare the schema with {SCHEMA_FILE}")
     args = parser.parse_args(words)
     if args.what == "lint":

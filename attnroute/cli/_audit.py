@@ -1,0 +1,119 @@
+"""`attnroute tables audit`: hold the tables against what published releases say of themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+from attnroute.cli._parser import Parser
+from attnroute.errors import ArgumentError, quoted
+from attnroute.report.layout import wrapped
+from attnroute.settings import current
+from attnroute.tables.load import load
+
+if TYPE_CHECKING:
+    import argparse
+
+    from attnroute.audit.compare import Comparison, Difference
+    from attnroute.tables.folders import Tables
+
+FOUND_WRONG: Final = 1
+RELEASES: Final = ("fa4",)
+"""Audits that run the code of releases; `attnroute.audit.<name>` has each."""
+_SHOWN: Final = 20
+
+
+def run(words: list[str]) -> int:
+    """Run one audit; 1 where it found something wrong."""
+    args = _parser().parse_args(words)
+    if args.of not in RELEASES:
+        raise ArgumentError(f"audit requires one of {', '.join(RELEASES)}; got {quoted(args.of)}.")
+    return _releases(args, load(current().tables))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "tables audit",
+        "Hold the tables against what published releases say of themselves. No GPU is needed; wheels come\n"
+        "through pip into the user's cache folder.",
+    )
+    parser.add_argument("of", metavar="|".join(RELEASES), help="what to hold them against")
+    parser.add_argument(
+        "--version", action="append", metavar="V", help="this release; the newest one by default"
+    )
+    parser.add_argument("--all", action="store_true", help="every release that the tables know")
+    return parser
+
+
+def _releases(args: argparse.Namespace, tables: Tables) -> int:
+    """Run the code of releases with stand-ins beside the tables."""
+    module = import_module(f"attnroute.audit.{args.of}")
+    versions = args.version or _known(module.PACKAGE, args.of, tables, every=args.all)
+    audit = module.Audit(tables)
+    wrong = 0
+    for version in versions:
+        found: Comparison = audit.release(version)
+        print(f"{module.PACKAGE} {version}: {_counts(found)}", flush=True)
+        lines = _loose(found.loose) + _undecided(found.undecided)
+        if len(versions) == 1:
+            lines += _strict(found.strict, tables)
+        for line in lines:
+            print(line)
+        wrong += len(found.loose)
+    return FOUND_WRONG if wrong else 0
+
+
+def _known(package: str, backend: str, tables: Tables, *, every: bool) -> list[str]:
+    """Return published releases inside of what the tables know, the newest first."""
+    from attnroute.audit.packages import published
+    from attnroute.tables.versions import contains
+
+    ranges = tables.backends[backend].versions_known[package]
+    inside = [version for version in published(package) if contains(ranges, package, version)]
+    if not inside:
+        raise ArgumentError(
+            f"the audit requires a release of {package} in {ranges}; pip finds none; pass --version."
+        )
+    return inside if every else inside[:1]
+
+
+def _counts(found: Comparison) -> str:
+    undecided = found.undecided.total()
+    total = found.agree + len(found.loose) + len(found.strict) + undecided
+    counts = f"{found.agree} judged alike, {len(found.loose)} too loose, {len(found.strict)} stricter"
+    return f"{total} calls, {counts}" + (f", {undecided} undecided" if undecided else "")
+
+
+def _loose(found: list[Difference]) -> list[str]:
+    """Return calls that the tables accept and the release refuses."""
+    shown = (f"{each}: {each.said}" for each in found[:_SHOWN])
+    lines = [line for text in shown for line in wrapped(text, "  too loose  ", " " * 13)]
+    return [*lines, f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else lines
+
+
+def _strict(found: list[Difference], tables: Tables) -> list[str]:
+    """Return the rows that refuse what the release takes: how often, how often alone, why, and one call."""
+    rules = {row.id: row.rule for row in tables.all_rows()}
+    refused = Counter(row for each in found for row in each.rows)
+    alone = Counter(row for each in found for row in each.rows if len(each.rows) == 1)
+    first = {row: each for each in reversed(found) for row in each.rows}
+    lines = []
+    for row, count in refused.most_common():
+        kinds = (
+            [rules[row].kind, *dict.fromkeys(e.kind for e in rules[row].evidence)]
+            if row in rules
+            else ["feature"]
+        )
+        text = f"{row} ({', '.join(kinds)}): {count} calls, {alone[row]} of them alone; {first[row]}"
+        lines += wrapped(text, "  stricter  ", " " * 12)
+    return lines
+
+
+def _undecided(found: Counter[str]) -> list[str]:
+    """Return where the code of the release did not come to an answer."""
+    return [
+        line
+        for what, n in found.most_common(_SHOWN)
+        for line in wrapped(f"{what}: {n} calls", "  undecided  ", " " * 13)
+    ]
