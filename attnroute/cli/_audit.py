@@ -11,14 +11,17 @@ from attnroute.errors import ArgumentError, quoted
 from attnroute.report.layout import wrapped
 from attnroute.settings import current
 from attnroute.tables.load import load
+from attnroute.tables.read import shipped_folder
 
 if TYPE_CHECKING:
     import argparse
 
     from attnroute.audit.compare import Comparison, Difference
+    from attnroute.audit.fresh import State
     from attnroute.tables.folders import Tables
 
 FOUND_WRONG: Final = 1
+FRESH: Final = "fresh"
 RELEASES: Final = ("fa4",)
 """Audits that run the code of releases; `attnroute.audit.<name>` has each."""
 _SHOWN: Final = 20
@@ -27,8 +30,11 @@ _SHOWN: Final = 20
 def run(words: list[str]) -> int:
     """Run one audit; 1 where it found something wrong."""
     args = _parser().parse_args(words)
+    if args.of == FRESH:
+        return _fresh()
     if args.of not in RELEASES:
-        raise ArgumentError(f"audit requires one of {', '.join(RELEASES)}; got {quoted(args.of)}.")
+        known = ", ".join((FRESH, *RELEASES))
+        raise ArgumentError(f"audit requires one of {known}; got {quoted(args.of)}.")
     return _releases(args, load(current().tables))
 
 
@@ -38,12 +44,38 @@ def _parser() -> Parser:
         "Hold the tables against what published releases say of themselves. No GPU is needed; wheels come\n"
         "through pip into the user's cache folder.",
     )
-    parser.add_argument("of", metavar="|".join(RELEASES), help="what to hold them against")
     parser.add_argument(
-        "--version", action="append", metavar="V", help="this release; the newest one by default"
+        "of",
+        metavar="|".join((FRESH, *RELEASES)),
+        help="which releases are published, or what those of a package take",
+    )
+    parser.add_argument(
+        "--version", action="append", metavar="V", help="this release; the newest known one by default"
     )
     parser.add_argument("--all", action="store_true", help="every release that the tables know")
     return parser
+
+
+def _fresh() -> int:
+    """Print which releases are published that nobody looked at; 1 where there are any."""
+    from attnroute.audit.fresh import states
+
+    stale = False
+    for state in states(shipped_folder()):
+        print(*_state_lines(state), sep="\n", flush=True)
+        stale |= state.is_stale
+    return FOUND_WRONG if stale else 0
+
+
+def _state_lines(state: State) -> list[str]:
+    if not state.newest:
+        return wrapped(f"{state.package}: not on the index that pip is set to", "", "  ")
+    parts = [f"{state.package}: the newest of {state.published} is {state.newest}"]
+    if state.inside:
+        parts.append(f"nobody looked at {', '.join(state.inside)}, which the tables take for known")
+    if state.beyond:
+        parts.append(f"nobody looked at {', '.join(state.beyond)}, with which backends are unknown")
+    return wrapped("; ".join(parts) if state.is_stale else f"{parts[0]}, and all are known", "", "  ")
 
 
 def _releases(args: argparse.Namespace, tables: Tables) -> int:
