@@ -72,6 +72,11 @@ def listen(listener: Listener) -> None:
         _LISTENERS.append(listener)
 
 
+def unlisten(listener: Listener) -> None:
+    """Undo `listen`."""
+    _LISTENERS.remove(listener)
+
+
 def has_refusals() -> bool:
     """Return whether some kernel was refused, so that calls like it are refused without the package."""
     return len(_REFUSED) > 0

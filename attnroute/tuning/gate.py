@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from attnroute.api.attention import attention
 from attnroute.errors import NoBackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from attnroute.question.call import Call
     from attnroute.tuning.remake import Problem
@@ -30,9 +30,23 @@ _CANCELLED: Final = 0.02
 """A gradient whose terms cancel counts as no smaller than this share of them: they are what is rounded."""
 
 
-def run(problem: Problem, backend: str) -> dict[str, Tensor]:
-    """Return what a backend gives: "output", perhaps "log-sum-exp", and the gradients by their leaves."""
-    result = attention(**problem.given._replace(backend=backend, dropout_p=0.0)._asdict())
+class Sizes(NamedTuple):
+    """The root mean squares of inputs; those of normal numbers are 1."""
+
+    query: float = 1.0
+    key: float = 1.0
+    value: float = 1.0
+
+
+def run(problem: Problem, backend: str | None, attend: Callable[..., Any] = attention) -> dict[str, Tensor]:
+    """Return what a backend gives: "output", perhaps "log-sum-exp", and the gradients by their leaves.
+
+    Args:
+        problem: The call.
+        backend: Who must run it; None = who is chosen.
+        attend: Makes the call, in place of `attention()`.
+    """
+    result = attend(**problem.given._replace(backend=backend, dropout_p=0.0)._asdict())
     out, lse = result if isinstance(result, tuple) else (result, None)
     found = {"output": out.detach()} | ({} if lse is None else {"log-sum-exp": lse.detach()})
     if problem.leaves:
@@ -50,14 +64,14 @@ def truth(problem: Problem, call: Call) -> dict[str, Tensor]:
     scores = call.batch * call.num_heads_q * call.seqlen_q * call.seqlen_kv
     if scores <= _FEW_SCORES[problem.given.query.device.type]:
         try:
-            return run(_widened(problem, torch.float64), "math")
+            return run(widened(problem, torch.float64), "math")
         except NoBackendError:
             pass
-    return run(_widened(problem, torch.float64 if call.dtype == "float64" else torch.float32), "chunked")
+    return run(widened(problem, torch.float64 if call.dtype == "float64" else torch.float32), "chunked")
 
 
-def _widened(problem: Problem, dtype: torch.dtype) -> Problem:
-    """Return the problem with its floating point arguments in another dtype."""
+def widened(problem: Problem, dtype: torch.dtype) -> Problem:
+    """Return the problem with its floating point arguments in another dtype, as leaves of their own."""
     wide: dict[str, Any] = {
         name: value.detach().to(dtype).requires_grad_(value.requires_grad)
         for name, value in problem.given._asdict().items()
@@ -67,18 +81,34 @@ def _widened(problem: Problem, dtype: torch.dtype) -> Problem:
     return problem._replace(given=given, leaves={n: wide.get(n, t) for n, t in problem.leaves.items()})
 
 
-def wrong(got: dict[str, Tensor], want: dict[str, Tensor], call: Call) -> str:
-    """Return what a backend gives wrong, as a clause with the error; "" where nothing is."""
+def wrong(
+    got: dict[str, Tensor],
+    want: dict[str, Tensor],
+    call: Call,
+    sizes: Sizes = Sizes(),  # noqa: B008 - a constant
+    slack: dict[str, float] | None = None,
+) -> str:
+    """Return what a backend gives wrong, as a clause with the error; "" where nothing is.
+
+    Args:
+        got: What it gives.
+        want: What is true.
+        call: The call.
+        sizes: How large the inputs are.
+        slack: Relative errors, by name, that are right although they are larger than usual.
+    """
     limit = TOLERANCE.get(call.dtype, _COARSE)
-    errors = {name: _error(got[name], want[name], _floor(name, call)) for name in want}
-    worst = max(errors, key=errors.__getitem__)
+    allowed = {name: max(limit, (slack or {}).get(name, 0.0)) for name in want}
+    errors = {name: error(got[name], want[name], _floor(name, call, sizes)) for name in want}
+    worst = max(errors, key=lambda name: errors[name] / allowed[name])
+    limit = allowed[worst]
     if errors[worst] <= limit:
         return ""
     what = worst if worst in ("output", "log-sum-exp") else f"gradient of {worst}"
     return f"the relative error of the {what} requires at most {limit:g}; got {errors[worst]:.2g}"
 
 
-def _error(got: Tensor, want: Tensor, floor: float) -> float:
+def error(got: Tensor, want: Tensor, floor: float) -> float:
     """Return the relative error of a tensor, or a quarter of its worst row's over the size of a usual row."""
     if got.shape != want.shape or not torch.equal(torch.isinf(got), torch.isinf(want)):
         return math.inf
@@ -96,13 +126,14 @@ def _error(got: Tensor, want: Tensor, floor: float) -> float:
     return worst if math.isfinite(worst) else math.inf
 
 
-def _floor(name: str, call: Call) -> float:
-    """Return the least size of a gradient's row: inputs and the output's gradient are normal numbers."""
-    score = _CANCELLED * math.sqrt(call.head_dim_v)
+def _floor(name: str, call: Call, sizes: Sizes) -> float:
+    """Return the least size of a gradient's row; the output's gradient is of normal numbers."""
+    score = _CANCELLED * math.sqrt(call.head_dim_v) * sizes.value
     if name == "key":
         # A key's row sums over all queries that share it.
-        return score * max(1.0, call.seqlen_q / max(1, call.seqlen_kv) * call.num_heads_q / call.num_heads_kv)
-    return score if name in ("query", "bias") else 0.0
+        shared = call.seqlen_q / max(1, call.seqlen_kv) * call.num_heads_q / call.num_heads_kv
+        return score * sizes.query * max(1.0, shared)
+    return score * sizes.key if name == "query" else score if name == "bias" else 0.0
 
 
 @contextmanager

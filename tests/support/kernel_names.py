@@ -7,20 +7,11 @@ import re
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-KERNELS = {
-    "flash": r"pytorch_flash::",
-    "cudnn": r"cudnn_generated|cudnn::fusion",
-    "efficient": r"fmha_cutlass|attention_kernel|AttentionKernel|AttentionBackwardKernel",
-    "math": r"softmax",
-}
+from attnroute.conformance.kernels import DEVICE_NAMES
+
+KERNELS = {b: DEVICE_NAMES[b] for b in ("flash", "cudnn", "efficient")} | {"math": r"softmax"}
 """Torch's own, as profiles of torch 2.11 on an H100 show them."""
-PACKAGES = {
-    "cudnn_fe": r"cudnn",
-    "te": r"cudnn",
-    "fa4": r"kernel_cutlass_.*flash_attncute",
-    "fa3": r"flash::FlashAttn(Fwd|Bwd)",
-    "fa2": r"(?<!pytorch_)flash::flash_(fwd|bwd)",
-}
+PACKAGES = {b: DEVICE_NAMES[b] for b in ("cudnn_fe", "te", "fa4", "fa3", "fa2")}
 """Those of other packages: cuDNN's own are cudnn_generated_..., the frontend's have it as prefix."""
 SHARED = {"cudnn_fe": "cudnn", "te": "cudnn", "flex_fa4": "fa4"}
 """Backends that run another's kernels, which their operator tells apart."""
@@ -39,7 +30,6 @@ def names_of(run):
 def backend_seen(on_device, names):
     """Return the backends whose kernels or marks appear; math only where no fused kernel does."""
     patterns = {b: p for b, p in (KERNELS | PACKAGES).items() if b != "math" and b not in SHARED}
-    patterns["cudnn"] = PACKAGES["cudnn_fe"]
     found = {b for b, pattern in patterns.items() if any(re.search(pattern, n) for n in on_device)}
     for backend, kernels in SHARED.items():
         if kernels in found and f"attnroute::{backend}" in names:

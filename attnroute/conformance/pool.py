@@ -1,0 +1,227 @@
+"""Runs trials in processes side by side, each with a time limit; one that dies costs its trial alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from attnroute.conformance.trials import FAILURES, Outcome, Trial
+from attnroute.settings import PREFIX
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+LIMIT: Final = {"cpu": 300.0, "cuda": 120.0}
+"""Seconds after which a trial counts as hung: a first call may compile for half a minute."""
+_FAILURES_SHOWN: Final = 3
+"""So many failures inside of a row tell enough."""
+_KEPT_BYTES: Final = 2**31
+"""Device memory that a process keeps between two trials."""
+_THREADS: Final = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""Processes side by side share the cores."""
+
+
+class Job(NamedTuple):
+    """Trials that one process runs one after the other.
+
+    Attributes:
+        key: What it is remembered under.
+        group: Jobs of one group run in the same processes where that goes: they share what is compiled.
+        side: "outside": it ends with the first failure, and with it the process; "inside": failures are few.
+        trials: What is run.
+        alone: It takes much memory.
+    """
+
+    key: str
+    group: str
+    side: Literal["inside", "outside"]
+    trials: tuple[Trial, ...]
+    alone: bool = False
+
+
+Results = tuple[tuple[Trial, Outcome], ...]
+
+
+class Worker:
+    """A process that runs trials, and is started again after one that ended it."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._process: Any = None
+        self._connection: Connection | None = None
+
+    def ask(self, trial: Trial, limit: float) -> Outcome:
+        """Run one trial in the process."""
+        connection = self._started()
+        began = time.monotonic()
+        try:
+            connection.send(trial)
+            outcome = connection.recv() if connection.poll(limit) else None
+        except (EOFError, OSError):
+            self._process.join()
+            outcome = Outcome(status="crashed", said=_end(self._process.exitcode))
+        if outcome is None:
+            outcome = Outcome(status="hung", said=f"nothing came of it in {limit:g} s")
+        if outcome.status in ("crashed", "hung"):
+            self.end()
+            return outcome.changed(seconds=round(time.monotonic() - began, 3))
+        return outcome
+
+    def end(self) -> None:
+        """End the process; the next trial gets a new one."""
+        if self._process is not None:
+            with suppress(OSError):
+                self._connection.close()  # type: ignore[union-attr]
+            self._process.kill()
+            self._process.join()
+        self._process = self._connection = None
+
+    def _started(self) -> Connection:
+        if self._connection is None:
+            context = _context()
+            self._connection, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs, _settings()), daemon=True)  # type: ignore[attr-defined]
+            self._process.start()
+            theirs.close()
+        return self._connection
+
+
+class Pool:
+    """Several workers that take jobs until none is left.
+
+    Attributes:
+        count: How many.
+        until: The time, as `time.monotonic` says it, after which no job is begun.
+    """
+
+    def __init__(self, count: int, until: float = float("inf")) -> None:
+        """Start nothing yet."""
+        self.count = count
+        self.until = until
+        self._lock = threading.Lock()
+        self._alone = threading.Lock()
+        self._stopped = threading.Event()
+
+    def run(self, jobs: Iterable[Job], handle: Callable[[Job, Results], None]) -> None:
+        """Run jobs; `handle` gets the results of each, one at a time.
+
+        Raises:
+            KeyboardInterrupt: The user ended it; processes are ended too.
+        """
+        queues: dict[str, deque[Job]] = {}
+        for job in jobs:
+            queues.setdefault(job.group, deque()).append(job)
+        busy: Counter[str] = Counter()
+        workers = [Worker() for _ in range(self.count)]
+        threads = [
+            threading.Thread(target=self._follow, args=(worker, queues, busy, handle), daemon=True)
+            for worker in workers
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)
+        finally:
+            self._stopped.set()
+            for worker in workers:
+                worker.end()
+
+    def _follow(
+        self,
+        worker: Worker,
+        queues: dict[str, deque[Job]],
+        busy: Counter[str],
+        handle: Callable[[Job, Results], None],
+    ) -> None:
+        group = ""
+        while not self._stopped.is_set() and time.monotonic() < self.until:
+            with self._lock:
+                busy[group] -= 1
+                if not queues.get(group):
+                    group = max(
+                        queues, key=lambda name: len(queues[name]) / (1 + max(0, busy[name])), default=""
+                    )
+                job = queues[group].popleft() if queues.get(group) else None
+                busy[group] += 1
+            if job is None:
+                break
+            with self._alone if job.alone else nullcontext():
+                results = run_job(worker, job)
+            with self._lock:
+                if not self._stopped.is_set():
+                    handle(job, results)
+        worker.end()
+
+
+def run_job(worker: Worker, job: Job) -> Results:
+    """Run the trials of a job until they tell enough."""
+    found: list[tuple[Trial, Outcome]] = []
+    is_spoilt = False
+    for trial in job.trials:
+        outcome = worker.ask(trial, LIMIT[trial.device])
+        found.append((trial, outcome))
+        failures = sum(o.status in FAILURES for _, o in found)
+        is_spoilt |= outcome.launched and (job.side == "outside" or failures > 0)
+        if failures >= (1 if job.side == "outside" else _FAILURES_SHOWN) or outcome.status in (
+            "crashed",
+            "hung",
+        ):
+            break
+    if is_spoilt:
+        # What ran outside of its limits may have written anywhere.
+        worker.end()
+    return tuple(found)
+
+
+def _context() -> BaseContext:
+    """Return how processes are started: from one that has imported torch already, where the system can."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["attnroute.conformance.run"])
+    return context
+
+
+def _settings() -> dict[str, str]:
+    """Return what the environment says here: the process that others are forked from has an older one."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+
+
+def _serve(connection: Connection, settings: dict[str, str]) -> None:
+    """Run the trials that come until none does."""
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        del os.environ[name]
+    os.environ.update(_THREADS | settings)
+    with Path(os.devnull).open("w") as nowhere:
+        # Profilers and compilers talk; what counts goes through the connection.
+        os.dup2(nowhere.fileno(), sys.stdout.fileno() if sys.stdout is not None else 1)
+        os.dup2(nowhere.fileno(), 2)
+    import torch
+
+    from attnroute.conformance.run import run
+
+    torch.set_num_threads(1)
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            connection.send(run(connection.recv()))
+            if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT_BYTES:
+                torch.cuda.empty_cache()
+
+
+def _end(code: int | None) -> str:
+    return (
+        f"the process ended with signal {-code}"
+        if code is not None and code < 0
+        else f"the process ended with {code}"
+    )

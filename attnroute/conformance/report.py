@@ -1,0 +1,157 @@
+"""What a run of `attnroute conformance` found out, as a file that a user can send in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, ValidationError
+
+from attnroute._version import __version__
+from attnroute.conformance.points import Points
+from attnroute.conformance.trials import FAILURES, Outcome, Trial
+from attnroute.errors import argument_error, shortened
+from attnroute.question.host import Host
+from attnroute.question.plain import Plain
+
+Verdict = Literal["holds", "too loose", "too strict", "not testable here", "not reached"]
+
+
+class Result(Plain):
+    """A trial with what came of it, and the command that runs it again."""
+
+    trial: Trial
+    outcome: Outcome
+    command: str
+
+    @classmethod
+    def of(cls, trial: Trial, outcome: Outcome) -> Self:
+        """Return a trial with its outcome."""
+        return cls(trial=trial, outcome=outcome, command=trial.command)
+
+
+class Half(Plain):
+    """One side of a row: a line of the file that an interrupted run goes on from.
+
+    Attributes:
+        key: Row, backend, side, and what was tried.
+        results: What came of it.
+    """
+
+    key: str
+    results: tuple[Result, ...]
+
+
+class Entry(Plain):
+    """One row for one backend.
+
+    Attributes:
+        rule: The id of the row.
+        backend: The backend.
+        verdict: What came of it.
+        reason: Why, as a sentence or clause; empty where the row holds.
+        inside: Calls that the row takes.
+        outside: Calls that it rejects.
+    """
+
+    rule: str
+    backend: str
+    verdict: Verdict
+    reason: str = ""
+    inside: tuple[Result, ...] = ()
+    outside: tuple[Result, ...] = ()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether both sides were tried and agree, or the only one that there is."""
+        return self.verdict == "holds"
+
+
+class Report(Plain):
+    """The file.
+
+    Attributes:
+        format: Of the file.
+        attnroute: The version that wrote it.
+        date: The day.
+        host: The machine.
+        driver: The version of the card's driver; empty without one.
+        seconds: What the run took; of one that went on from another, its own part.
+        entries: One for each row and backend.
+    """
+
+    format: Literal[1] = 1
+    attnroute: str = __version__
+    date: str
+    host: Host
+    driver: str = ""
+    seconds: float = 0.0
+    entries: tuple[Entry, ...] = Field(default=())
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file.
+
+        Raises:
+            ArgumentError: There is none, or it is something else.
+        """
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            got = error.strerror or type(error).__name__
+        except (ValidationError, ValueError) as error:
+            got = shortened(" ".join(str(error).split()), 200)
+        required = "a report as `attnroute conformance` writes it"
+        raise argument_error(str(path), required, got, "name another file")
+
+    def write(self, path: Path) -> None:
+        """Write the file.
+
+        Raises:
+            ArgumentError: It cannot be written.
+        """
+        try:
+            path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            got = error.strerror or type(error).__name__
+            raise argument_error(str(path), "a place to write to", got, "name another one") from error
+
+
+def entry_of(points: Points, inside: Half | None, outside: Half | None) -> Entry:
+    """Return what the two sides of a row say together; None is a side that was not reached."""
+    verdict, reason = _verdict(points, _results(inside), _results(outside))
+    if (inside is None and points.inside.trials) or (outside is None and points.outside.trials):
+        verdict, reason = "not reached", "the time was over"
+    return Entry(
+        rule=points.row.id,
+        backend=points.backend,
+        verdict=verdict,
+        reason=reason,
+        inside=_results(inside),
+        outside=_results(outside),
+    )
+
+
+def _results(half: Half | None) -> tuple[Result, ...]:
+    return () if half is None else half.results
+
+
+def _verdict(points: Points, inside: tuple[Result, ...], outside: tuple[Result, ...]) -> tuple[Verdict, str]:
+    if points.reason:
+        return "not testable here", points.reason
+    failed = next((r for r in inside if r.outcome.status in FAILURES), None)
+    if failed is not None:
+        return "too loose", f"inside, {failed.outcome.status}: {failed.outcome.said}; {failed.command}"
+    is_refused = any(r.outcome.status in FAILURES for r in outside)
+    ran = next((r for r in outside if r.outcome.status == "right"), None)
+    if not is_refused and ran is not None:
+        return "too strict", f"outside, it runs and is right; {ran.command}"
+    if not is_refused:
+        return "not testable here", _why("outside", points.outside.reason, outside)
+    if points.has_inside and not any(r.outcome.status == "right" for r in inside):
+        return "not testable here", _why("inside", points.inside.reason, inside)
+    return "holds", ""
+
+
+def _why(side: str, reason: str, results: tuple[Result, ...]) -> str:
+    return f"{side}: {reason or (results[0].outcome.said if results else 'nothing was tried')}"
