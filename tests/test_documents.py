@@ -192,7 +192,7 @@ def test_commands_of_pages_run(words, tmp_path, monkeypatch, capsys):
     call = TracedCall(line="fp32 b1 hq2 sq8 d8 causal train", device="cpu", backend="flash", count=1)
     Recording(hosts={}, calls=(call,)).save(tmp_path / "attnroute-calls.json")
     given = ["bf16 b1 hq8 sq64 d64" if word == "CALL" else word for word in words]
-    if given[0] == "explain" and not {"--arch", "--host"} & set(given):
+    if given[0] in ("explain", "why-not") and not {"--arch", "--host"} & set(given):
         given += ["--arch", "sm_90"]
     if given[0] == "conformance" and not {"--call", "--dry-run"} & set(given):
         given += ["--dry-run", "--arch", "sm_90"]
@@ -208,10 +208,10 @@ def test_options_of_the_command_line(capsys):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         helps[command] = capsys.readouterr().out
-    explained = told[: told.index("`attnroute rule")]
+    explained = told[: told.index("`attnroute why-not")]
     for option in set(re.findall(r"--[a-z]+", explained)):
         assert option in helps["explain"], option
-    assert set(re.findall(r"`attnroute (\w+)", told)) == set(COMMANDS)
+    assert set(re.findall(r"`attnroute ([\w-]+)", told)) == set(COMMANDS)
 
 
 def test_the_page_of_facts_is_the_registry():

@@ -166,9 +166,9 @@ def informed(call: Call, host: Host, policy: Policy) -> Policy:
         return policy
     path, file, differences = found
     if differences:
-        return policy.with_measured(Measured(file=path, differences=differences))
+        return policy.changed(measured=Measured(file=path, differences=differences))
     tuned = file.calls.get(key := key_of(call))
-    return policy if tuned is None else policy.with_measured(tuned.measured(path, key))
+    return policy if tuned is None else policy.changed(measured=tuned.measured(path, key))
 
 
 @cached(16, INSTALLED)

@@ -20,6 +20,7 @@ from attnroute.errors import ArgumentError, AttnRouteError, did_you_mean, quoted
 
 COMMANDS: Final[dict[str, str]] = {
     "explain": "say which backend a call gets on a machine, and why not the others",
+    "why-not": "say what keeps a backend from a call, and what would select it",
     "rule": "print one row of the capability tables",
     "matrix": "show which backends take which calls, per architecture",
     "tables": "check the capability tables, or print their schema",
@@ -29,7 +30,7 @@ COMMANDS: Final[dict[str, str]] = {
     "tune": "measure these calls here, and choose by that from now on",
     "conformance": "hold the rows of the tables against the kernels of this machine",
 }
-"""Subcommand to what it does; `attnroute.cli.<name>.run` runs it."""
+"""Subcommand to what it does; `attnroute.cli.<name>.run` runs it, "_" for "-"."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,7 +85,7 @@ def _run(command: str, words: list[str]) -> int:
         raise ArgumentError(f"attnroute requires one of {', '.join(COMMANDS)}; got {quoted(command)}{near}")
     # Looking for pydantic's plugins reads the metadata of every distribution: a third of a short run.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    code: int = import_module(f"attnroute.cli.{command}").run(words)
+    code: int = import_module(f"attnroute.cli.{command.replace('-', '_')}").run(words)
     return code
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from attnroute.engine import stock
-from attnroute.engine.advice import what_if
-from attnroute.engine.decision import Decision, Prediction, Verdict
+from attnroute.engine.advice import what_if, why_not
+from attnroute.engine.decision import Decision, Prediction, Verdict, WhyNot
 from attnroute.engine.evaluate import Form, prepared
 from attnroute.engine.finding import Finding
 from attnroute.engine.rank import time_ms, why
@@ -61,6 +61,22 @@ def describe(selection: Selection, *, advise: bool = False) -> Decision:
     call, host, tables = selection.call, selection.host, selection.tables
     return decision.model_copy(
         update={"hints": what_if.hints(selection), "stock": stock.predict(call, host, tables)}
+    )
+
+
+def explain_why_not(call: Call, host: Host, tables: Tables, policy: Policy, backend: str) -> WhyNot:
+    """Say why one backend is not selected for a call, and which single changes would select it.
+
+    Raises:
+        ArgumentError: The parts of the call do not fit together.
+        TableError: The tables are malformed or do not describe the host's architecture.
+    """
+    selection = select(call, host, tables, policy)
+    return WhyNot(
+        backend=backend,
+        decision=describe(selection),
+        behind=why_not.puts_behind(selection, backend),
+        changes=why_not.changes(selection, backend),
     )
 
 

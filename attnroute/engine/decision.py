@@ -18,6 +18,22 @@ REST: Final = "; for the rest "
 """What stands in `Decision.why_this_order` between predicted times and preferences, where both made it."""
 
 
+HintKind = Literal[
+    "mask_object",
+    "finite",
+    "dropout",
+    "deterministic",
+    "pad_seqlen",
+    "install",
+    "upgrade",
+    "downgrade",
+    "call",
+    "policy",
+]
+Behind = Literal["policy", "unknown", "quadratic", "mask", "time", "slow", "preference"]
+"""What puts a backend that may run behind the selected one."""
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -124,23 +140,28 @@ class Hint(_Part):
     """One change that would change the choice, found by asking `decide` again.
 
     Attributes:
-        kind: mask_object, install, upgrade, dropout, deterministic, pad_seqlen.
+        kind: mask_object, finite, dropout, deterministic, pad_seqlen, install, upgrade; where
+            somebody asked why not a certain backend also downgrade, call and policy.
         change: What changes, e.g. "flash-attn-4" or "causal".
         version: The lowest version that would do, for install and upgrade; None where any would.
         below: The first version above it that would not do any more, or that the tables do not know; None
             where there is none.
         also: What has to be installed together with it: distribution, version and below of each.
         selects: The backend that would then be selected.
-        allows: For an upgrade that lifts what blocks a backend and does not select it: that backend.
+        allows: For a change that lifts what blocks a backend and does not select it: that backend.
+        now_ms: The predicted time of what is selected, where both are predicted.
+        then_ms: That of what would then be selected.
     """
 
-    kind: Literal["mask_object", "install", "upgrade", "dropout", "deterministic", "pad_seqlen", "repair"]
+    kind: HintKind
     change: str
     version: str | None = None
     below: str | None = None
     also: tuple[tuple[str, str | None, str | None], ...] = ()
     selects: str
     allows: str | None = None
+    now_ms: float | None = None
+    then_ms: float | None = None
 
 
 class Decision(_Part):
@@ -186,3 +207,20 @@ class Decision(_Part):
         from attnroute.report.text import render_decision
 
         return render_decision(self)
+
+
+class WhyNot(_Part):
+    """Why a decision did not select one backend.
+
+    Attributes:
+        backend: The backend.
+        decision: The decision.
+        behind: What puts it behind the selected one; None where it is that one, or may not run.
+        changes: Single changes after which it would be selected; where none does that, those after which it
+            could run, or packages besides a change of the call. The smallest of each kind.
+    """
+
+    backend: str
+    decision: Decision
+    behind: Behind | None = None
+    changes: tuple[Hint, ...] = ()

@@ -28,7 +28,7 @@ def concerning(call: Call, policy: Policy) -> Policy:
     measured = policy.measured
     if measured is None or measured.differences or measured.calls == key_of(call):
         return policy
-    return policy.with_measured(None)
+    return policy.changed(measured=None)
 
 
 def measured_cost(backend: str, measured: Measured | None) -> Cost | None:

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from attnroute.engine.costs import Cost
-from attnroute.engine.decision import REST, Decision, Exclusion, Verdict
+from attnroute.engine.decision import REST, Behind, Decision, Exclusion, Verdict
 from attnroute.engine.evaluate import certainly_holds
 from attnroute.question.call import Call
 from attnroute.question.facts import Facts
@@ -155,6 +155,25 @@ def _by_time(backends: list[str], times: Mapping[str, float | None]) -> list[str
     timed = [(time, at) for at, b in enumerate(backends) if (time := times[b]) is not None]
     fastest = iter(sorted(timed))
     return [b if times[b] is None else backends[next(fastest)[1]] for b in backends]
+
+
+def behind(
+    judgements: Mapping[str, Ranked],
+    rows: Rows,
+    policy: Policy,
+    slow_tier: frozenset[str],
+    pair: tuple[str, str],
+) -> Behind:
+    """Return what puts the second of two backends that may run behind the first."""
+    declared, standings = in_order(rows), [judgements[b].standing for b in pair]
+    first, second = (_place(b, declared, policy, s, slow_tier) for b, s in zip(pair, standings, strict=True))
+    reasons: tuple[Behind, ...] = ("policy", "unknown", "quadratic", "mask")
+    for reason, one, other in zip(reasons, first.tier, second.tier, strict=True):
+        if one != other:
+            return reason
+    if all(standing.time_ms is not None for standing in standings):
+        return "time"
+    return "slow" if first.is_slow != second.is_slow else "preference"
 
 
 def may_precede(

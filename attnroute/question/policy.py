@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field
 
@@ -109,11 +109,10 @@ class Policy(Plain):
         """Hash by the settings that change a decision."""
         return hash(self.key)
 
-    def with_measured(self, measured: Measured | None) -> Policy:
-        """Return a policy with other measured times."""
-        # Not `changed`, which would keep the cached `key`.
+    def changed(self, **changes: Any) -> Self:
+        """Return a copy with other values of some fields, and without the cached `key`."""
         kept = {name: getattr(self, name) for name in Policy.model_fields}
-        return Policy.unchecked(**{**kept, "measured": measured})
+        return self.unchecked(**{**kept, **changes})
 
     def origin_of(self, setting: str) -> str:
         """Return where a setting came from, "the default" where it was not set."""

@@ -36,6 +36,7 @@ _EXCLUSIONS: Final = {
     "unknown": "not chosen without allow_unknown ({origin})",
     "memory": "kept out because it allocates {needed} and {free} are free",
 }
+_VERBS: Final = {"install": "installing", "upgrade": "upgrading to", "downgrade": "going back to"}
 _BARRIERS: Final = {
     "banned": "the ban by {origin}",
     "not_allowed": "the list of {origin}",
@@ -284,15 +285,19 @@ def _faults(backend: str, decision: Decision) -> str:
 
 
 def hint(found: Hint) -> str:
-    """Say one change that would change the choice."""
+    """Say one change that would change the choice, with what it would save where that is predicted."""
     would = f"would make {found.allows} eligible" if found.allows else f"would select {found.selects}"
+    if found.now_ms is not None and found.then_ms is not None:
+        would = f"{would}, predicted {found.then_ms:.3g} ms in place of {found.now_ms:.3g} ms"
+    packages = ((found.change, found.version, found.below), *found.also)
     if found.kind == "mask_object":
         name = "".join(part.capitalize() for part in found.change.split("_"))
         return f"if the mask tensor is {words(found.change)}, masks.{name}() in its place {would}"
-    if found.kind in ("install", "upgrade"):
-        packages = ((found.change, found.version, found.below), *found.also)
-        verb = "installing" if found.kind == "install" else "upgrading to"
-        return f"{verb} {listed([_release(*package) for package in packages])} {would}"
+    if found.kind in _VERBS:
+        return f"{_VERBS[found.kind]} {listed([_release(*package) for package in packages])} {would}"
+    if found.also:
+        added = listed([_release(*package) for package in found.also])
+        return f"{found.change}, and installing {added}, {would}"
     return f"{found.change} {would}"
 
 

@@ -22,7 +22,7 @@ def render_decision(decision: Decision) -> str:
     Returns:
         Lines of at most 110 columns, but for the call's own line, which can be pasted back.
     """
-    blocks = [_head(decision), *_verdicts(sentences.arranged(decision), decision)]
+    blocks = [_head(decision), *(render_verdict(v, decision) for v in sentences.arranged(decision))]
     advice = [] if decision.stock is None else field("stock", sentences.stock(decision.stock, decision))
     for found in decision.hints:
         advice += field("hint", sentences.hint(found))
@@ -49,7 +49,7 @@ def render_failure(decision: Decision) -> str:
     concerned = [v for v in sentences.arranged(decision) if required in (None, v.backend)]
     head = f"{sentences.why_none(decision)}: {render(decision.call)}"
     lines = [head, f"on {sentences.host_line(decision.host)}"]
-    lines += [line for block in _verdicts(concerned, decision) for line in block]
+    lines += [line for verdict in concerned for line in render_verdict(verdict, decision)]
     return printable("\n".join([*lines, *_apart(_alternatives(decision))]))
 
 
@@ -82,9 +82,10 @@ def _head(decision: Decision) -> list[str]:
     return lines
 
 
-def _verdicts(verdicts: list[Verdict], decision: Decision) -> list[list[str]]:
-    candidates = decision.order
-    return [_verdict(v, decision, _notes(v, decision) if v.backend in candidates else []) for v in verdicts]
+def render_verdict(verdict: Verdict, decision: Decision) -> list[str]:
+    """Return the lines of one verdict: its sum, every reason, and how a candidate would run."""
+    notes = _notes(verdict, decision) if verdict.backend in decision.order else []
+    return _verdict(verdict, decision, notes)
 
 
 def _verdict(verdict: Verdict, decision: Decision, notes: list[str]) -> list[str]:

@@ -232,7 +232,7 @@ class Tuner:
 def decided(problem: Problem, measured: Measured | None = None) -> Decision:
     """Return the decision about a call as it is by what was measured of it, and by no file."""
     policy = merge(settings.current(), Policy(tuning=False))
-    return routes.decision_of(take(problem.given), policy.with_measured(measured))
+    return routes.decision_of(take(problem.given), policy.changed(measured=measured))
 
 
 def time_of(times: Times) -> float:

@@ -11,6 +11,7 @@ import pytest
 from attnroute import settings
 from attnroute.cli import main
 from attnroute.engine.decide import decide
+from attnroute.engine.decision import WhyNot
 from attnroute.errors import ArgumentError
 from attnroute.question.host import Host
 from attnroute.question.line import parse
@@ -300,3 +301,24 @@ def test_the_module_runs_and_its_exit_code_reaches_the_shell() -> None:
     assert done.returncode == 4
     assert done.stdout.startswith("selected   none: ")
     assert done.stderr == ""
+
+
+def test_why_not_as_json_is_the_answer(capsys, host_file) -> None:
+    assert main(["why-not", "flash", CALL, "--host", host_file, "--format", "json"]) == 0
+    answer = WhyNot.model_validate_json(capsys.readouterr().out)
+    assert answer.decision.host == Host.model_validate_json(H100)
+    assert (answer.backend, answer.behind) == ("flash", "time")
+    assert answer.changes[0].selects == "flash"
+
+
+def test_why_not_an_unknown_backend_names_the_nearest(capsys) -> None:
+    assert main(["why-not", "flahs", CALL, "--arch", "sm_90"]) == 2
+    assert capsys.readouterr().err.endswith('did you mean "flash"?\n')
+
+
+def test_why_not_takes_settings_and_flags(capsys) -> None:
+    flags = ["--q", "2,32,4096,128", "--dtype", "bf16", "--train", "--backend", "flash"]
+    assert main(["why-not", "math", *flags, "--arch", "sm_90"]) == 0
+    out = capsys.readouterr().out
+    assert "change     backend = math would select math" in out
+    assert "not the one that the command line requires" in out.replace("\n           ", " ")

@@ -32,6 +32,7 @@ COMMANDS = {
     "explain-required": "explain bf16 b1 hq8 sq4096 d320 causal --arch sm_90 --backend cudnn",
     "explain-unknown-torch": "explain bf16 b1 hq8 sq64 d64 causal --arch sm_90 --with torch=2.99",
     "explain-cpu": "explain fp32 b2 hq4 sq256 d64 causal keys-left=192,256 train --arch cpu",
+    "why-not": "why-not fa4 bf16 b1 hq8 hkv4 sq16384 d512 causal train --arch sm_90",
     "rule": "rule sm_90/cudnn/backward-nan-keys-64-mod-128",
     "rule-feature": "rule any/cudnn/feature-window",
     "rule-option": "rule shared/flex_99_kib/backward-head-dim-up-to-256",

@@ -13,7 +13,7 @@ from attnroute.engine.decision import Hint
 from attnroute.engine.select import select
 from attnroute.question.call import Call
 from attnroute.question.host import Host
-from attnroute.question.nodes import CausalNode, DenseNode
+from attnroute.question.nodes import CausalNode, DenseNode, KeyPaddingNode
 from attnroute.question.policy import Policy
 from attnroute.tables.load import load
 from attnroute.tables.versions import contains
@@ -49,6 +49,9 @@ def changed(hint, call, host):
     if hint.kind == "pad_seqlen":
         length = int(hint.change.removeprefix("seqlen = "))
         return call.with_(seqlen_q=length, seqlen_kv=length), host
+    if hint.kind == "finite":
+        nodes = [n.changed(finite=True) if isinstance(n, KeyPaddingNode) else n for n in call.mask]
+        return call.with_(mask=tuple(nodes)), host
     fields = {"dropout": {"dropout_p": 0.0}, "deterministic": {"deterministic": False}}
     return call.with_(**fields[hint.kind]), host
 

@@ -48,36 +48,34 @@ def with_versions(host: Host, ranges: tuple[Range, ...]) -> Host:
     return host.with_versions(changes)
 
 
-def installs(selection: Selection) -> Iterator[tuple[str, tuple[Range, ...]]]:
-    """Give what would have to be installed for each backend that lacks nothing else.
+def installs(selection: Selection, judgement: Judgement) -> Iterator[tuple[Range, ...]]:
+    """Give what would have to be installed for a backend that lacks nothing else.
 
     Yields:
-        The backend, and the versions that would do, of everything that it lacks.
+        The versions that would do, of everything that it lacks.
     """
-    for backend, judgement in selection.judgements.items():
-        if judgement.status != "unavailable" or judgement.excluded is not None:
-            continue
-        for names in product(*(alternatives(need) for need in judgement.rows.missing)):
-            if not _BUILT_IN & set(names) and not selection.host.broken.keys() & set(names):
-                ranges = _together(names, _Backend(selection, judgement))
-                if ranges is not None:
-                    yield backend, ranges
+    if judgement.status != "unavailable" or judgement.excluded is not None:
+        return
+    for names in product(*(alternatives(need) for need in judgement.rows.missing)):
+        if not _BUILT_IN & set(names) and not selection.host.broken.keys() & set(names):
+            ranges = _together(names, _Backend(selection, judgement))
+            if ranges is not None:
+                yield ranges
 
 
-def upgrades(selection: Selection) -> Iterator[tuple[str, Range]]:
-    """Give newer versions of one distribution that would lift all that blocks a backend, or makes it slow.
+def releases(selection: Selection, judgement: Judgement, *, older: bool = False) -> Iterator[Range]:
+    """Give other versions of one distribution that would lift all that blocks a backend, or makes it slow.
 
     Yields:
-        The backend, and the versions that would do.
+        The versions that would do: newer ones than are there, or older ones.
     """
-    for backend, judgement in selection.judgements.items():
-        is_free = judgement.excluded is None or judgement.excluded.reason == "unknown"
-        if is_free and not judgement.rows.missing and backend != selection.selected:
-            other = _Backend(selection, judgement)
-            for name in other.tied():
-                found = other.stretch(name, other.newer(name), [()])
-                if found is not None:
-                    yield backend, found
+    is_free = judgement.excluded is None or judgement.excluded.reason == "unknown"
+    if is_free and not judgement.rows.missing and judgement.backend != selection.selected:
+        other = _Backend(selection, judgement)
+        for name in other.tied():
+            found = other.stretch(name, other.versions(name, older=older), [()])
+            if found is not None:
+                yield found
 
 
 def _together(names: tuple[str, ...], backend: _Backend) -> tuple[Range, ...] | None:
@@ -119,10 +117,12 @@ class _Backend:
         found = [self._tied_to(row_id) for row_id in self._obstacles]
         return [name for name in found[0] if all(name in names for names in found)] if found else []
 
-    def newer(self, name: str) -> list[Version]:
-        """Return the versions of a distribution at which something changes, above the one that is there."""
+    def versions(self, name: str, *, older: bool) -> list[Version]:
+        """Return the versions of a distribution at which something changes, on one side of the one there."""
         present = version_of(name, self._host.versions)
-        return [p for p in self.known(name) if present is None or is_newer(name, p, present)]
+        if present is None:
+            return [] if older else self.known(name)
+        return [p for p in self.known(name) if is_newer(name, p, present) is not older]
 
     def known(self, name: str) -> list[Version]:
         """Return the versions of a distribution at which something changes, the first one included."""

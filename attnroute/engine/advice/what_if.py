@@ -4,29 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
+from packaging.version import Version
+
+from attnroute.engine.advice import call_changes
 from attnroute.engine.advice.other_versions import (
     ANY_VERSION,
     Range,
     installs,
-    upgrades,
+    releases,
     with_versions,
 )
-from attnroute.engine.decision import Hint
-from attnroute.engine.select import Selection, select
+from attnroute.engine.decision import Hint, HintKind
+from attnroute.engine.rank import time_ms
+from attnroute.engine.select import Judgement, Selection, select
 from attnroute.question.call import Call
 from attnroute.question.host import Host
-from attnroute.question.nodes import CausalNode, DenseNode, DocumentsNode, FunctionNode, MaskNode, nested
-from attnroute.tables.versions import version_of
+from attnroute.tables.versions import is_newer, version_of
 
 MOST_ASKED: Final = 40
 """Changes that are tried at most."""
-_LENGTH_MULTIPLE: Final = 128
+LEAST_GAIN: Final = 0.1
+"""The share of its time that a change must save to be worth a line, where both times are predicted."""
 
 
 def hints(selection: Selection) -> tuple[Hint, ...]:
-    """Return the changes after which another backend would be selected, or, for upgrades, be eligible."""
+    """Return the changes after which another backend would be selected, or, for upgrades, be eligible.
+
+    Where times are predicted on both sides, those alone that save a tenth.
+    """
     found: list[Hint] = []
     for change in islice(_changes(selection), MOST_ASKED):
         after = select(change.call, change.host, selection.tables, selection.policy)
@@ -34,6 +41,21 @@ def hints(selection: Selection) -> tuple[Hint, ...]:
         if hint is not None and hint not in found:
             found.append(hint)
     return tuple(found)
+
+
+def versions_hint(ranges: tuple[Range, ...], host: Host) -> Hint:
+    """Return the hint to install or upgrade to some versions; what it would select is not said yet."""
+    (name, version, below), *others = packages_of(ranges)
+    present = version_of(name, host.versions)
+    kind: HintKind = "install"
+    if present is not None:
+        kind = "upgrade" if is_newer(name, Version(ranges[0].version), present) else "downgrade"
+    return Hint(kind=kind, change=name, version=version, below=below, also=tuple(others), selects="")
+
+
+def packages_of(ranges: tuple[Range, ...]) -> tuple[tuple[str, str | None, str | None], ...]:
+    """Return distribution, lowest version and first after it that would not do, of each range."""
+    return tuple((r.name, None if r.version == ANY_VERSION else r.version, r.below) for r in ranges)
 
 
 class _Change(NamedTuple):
@@ -51,66 +73,38 @@ def _hint(change: _Change, before: Selection, after: Selection) -> Hint | None:
     if after.selected is None:
         return None
     if after.selected != before.selected and backend in (None, after.selected):
-        return hint.model_copy(update={"selects": after.selected})
+        return _with_gain(hint.model_copy(update={"selects": after.selected}), before, after)
     is_new = backend in after.order and backend not in before.order
-    if hint.kind == "upgrade" and is_new:
+    if hint.kind == "upgrade" and is_new and _predicted(after, backend) is None:
         return hint.model_copy(update={"selects": after.selected, "allows": backend})
     return None
 
 
+def _with_gain(hint: Hint, before: Selection, after: Selection) -> Hint | None:
+    """Add both predicted times, where there are both; return None where too little is won."""
+    now, then = _predicted(before, before.selected), _predicted(after, after.selected)
+    if now is None or then is None:
+        return hint
+    if then > now * (1 - LEAST_GAIN):
+        return None
+    return hint.model_copy(update={"now_ms": now, "then_ms": then})
+
+
+def _predicted(selection: Selection, backend: str | None) -> float | None:
+    """Return the predicted time of a backend, None where it has none that puts it in order."""
+    judgement: Judgement | None = selection.judgements.get(backend or "")
+    cost = None if judgement is None else judgement.cost
+    if judgement is None or cost is None or cost.kind == "inferred":
+        return None
+    return time_ms(cost, judgement.form.call)
+
+
 def _changes(selection: Selection) -> Iterator[_Change]:
     call, host = selection.call, selection.host
-    yield from (_Change(hint, changed, host) for hint, changed in _call_changes(call))
-    for backend, ranges in installs(selection):
-        hint = _versions_hint("install", ranges)
-        yield _Change(hint, call, with_versions(host, ranges), backend)
-    for backend, found in upgrades(selection):
-        is_there = version_of(found.name, host.versions) is not None
-        hint = _versions_hint("upgrade" if is_there else "install", (found,))
-        yield _Change(hint, call, with_versions(host, (found,)), backend)
-
-
-def _versions_hint(kind: Literal["install", "upgrade"], ranges: tuple[Range, ...]) -> Hint:
-    parts = [(r.name, None if r.version == ANY_VERSION else r.version, r.below) for r in ranges]
-    name, version, below = parts[0]
-    return Hint(kind=kind, change=name, version=version, below=below, also=tuple(parts[1:]), selects="")
-
-
-def _call_changes(call: Call) -> Iterator[tuple[Hint, Call]]:
-    if any(isinstance(n, DenseNode) and n.recognized is None for n in call.mask):
-        rest = tuple(n for n in call.mask if not isinstance(n, DenseNode))
-        changed = call.changed(mask=(*rest, CausalNode()))
-        yield Hint(kind="mask_object", change="causal", selects=""), changed
-    if call.dropout_p > 0:
-        yield Hint(kind="dropout", change="dropout_p = 0", selects=""), call.changed(dropout_p=0.0)
-    if call.deterministic:
-        yield (
-            Hint(kind="deterministic", change="deterministic = false", selects=""),
-            call.changed(deterministic=False),
-        )
-    padded = -(-call.seqlen_kv // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-    if padded != call.seqlen_kv and call.seqlen_q == call.seqlen_kv and not _is_of_one_length(call):
-        hint = Hint(kind="pad_seqlen", change=f"seqlen = {padded}", selects="")
-        mask = tuple(_with_padding(n, padded - call.seqlen_kv) for n in call.mask)
-        yield hint, call.changed(seqlen_q=padded, seqlen_kv=padded, mask=mask)
-
-
-def _is_of_one_length(call: Call) -> bool:
-    """Whether something belongs to the length as it is: a tensor, blocks, documents in a combination."""
-    inside = [n for node in call.mask for n in nested((node,)) if n is not node]
-    return (
-        call.bias is not None
-        or any(isinstance(n, DocumentsNode) for n in inside)
-        or any(isinstance(n, DenseNode) or _has_blocks(n) for n in (*call.mask, *inside))
-    )
-
-
-def _has_blocks(node: MaskNode) -> bool:
-    return isinstance(node, FunctionNode) and node.block_mask_shape is not None
-
-
-def _with_padding(node: MaskNode, tokens: int) -> MaskNode:
-    """Give padding a document of its own."""
-    if not isinstance(node, DocumentsNode) or node.lengths is None:
-        return node
-    return node.changed(lengths=(*node.lengths, tokens))
+    yield from (_Change(hint, changed, host) for hint, changed in call_changes.hinted(call))
+    for backend, judgement in selection.judgements.items():
+        for ranges in installs(selection, judgement):
+            yield _Change(versions_hint(ranges, host), call, with_versions(host, ranges), backend)
+    for backend, judgement in selection.judgements.items():
+        for found in releases(selection, judgement):
+            yield _Change(versions_hint((found,), host), call, with_versions(host, (found,)), backend)
