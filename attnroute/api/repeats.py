@@ -86,8 +86,9 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
         if repeat.check(*tensors) and repeat.settings is environment():
             bound = repeat.bound
             if bound is not None:
-                mask, bias = arguments[3], arguments[4]
-                out = bound(tensors[0], tensors[1], tensors[2], mask if bias is None else bias)
+                mask, bias, sink = arguments[3], arguments[4], arguments[10]
+                passed = (*tensors[:_QKV], mask if bias is None else bias)
+                out = bound(*passed) if sink is None else bound(*passed, sink)
                 if out is not None:
                     return out, None
             return _run(repeat.route, Given(*arguments), keeper)
@@ -221,8 +222,8 @@ def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], Keeper 
 def _heads_first(run: Bound) -> Bound:
     """Make a kernel of layout bhsd one of layout bshd."""
 
-    def heads_first(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
-        out = run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn)
+    def heads_first(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor | None:
+        out = run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), *rest)
         return None if out is None else out.transpose(1, 2)
 
     return heads_first

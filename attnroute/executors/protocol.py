@@ -101,9 +101,10 @@ class ForwardResult(NamedTuple):
 
 
 Run = Callable[[Inputs, Plan], Output]
-Bound = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor | None]
-"""Runs a call that was bound: from query, key, value and `Inputs.attn` to the output. None where something
-outside of the arguments has changed since, so that the call must be run as any other."""
+Bound = Callable[..., Tensor | None]
+"""Runs a call that was bound: from query, key, value, `Inputs.attn` and, in calls with a sink, that to the
+output. None where something outside of the arguments has changed since, so that the call must be run as any
+other."""
 Bind = Callable[[Inputs, Plan], Bound | None]
 
 

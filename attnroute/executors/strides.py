@@ -9,17 +9,17 @@ other gradient gives wrong numbers, silently. A gradient that fits is passed on 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attnroute.executors.batched_gradients import is_batched
 from attnroute.masks.tracing import address, guard_bool, size_hint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
     from attnroute.executors.protocol import Plan
 
@@ -34,6 +34,15 @@ def watch(out: Tensor, plan: Plan, *, as_output: bool = False) -> None:
     """
     if plan.training and plan.device_type != "cpu" and out.requires_grad:
         out.register_hook(Fit(out.stride(), as_output=as_output))  # type: ignore[no-untyped-call]
+
+
+def attach(out: Tensor, fit: Fit) -> None:
+    """Do what `Tensor.register_hook` does to a tensor without hooks, but for the handle to remove them.
+
+    The handles that torch gives for other hooks count from 0.
+    """
+    out._backward_hooks = OrderedDict({-1: fit})
+    out.grad_fn._register_hook_dict(out)  # type: ignore[union-attr]
 
 
 def fitted(grad: Tensor, out: Tensor, *, as_output: bool = False) -> Tensor:
@@ -63,12 +72,19 @@ class Fit:
 
 
 def _fitted(grad: Tensor, strides: Sequence[int], *, as_output: bool) -> Tensor:
-    if as_output and not is_batched(grad) and grad.stride() == strides and address(grad) % 16 == 0:
-        # Most are as the output, and the backward waits for this.
-        return grad
-    # A gradient of several samples at once has no address; each is taken out of this copy later.
+    try:
+        # Most lie as the output does, and the backward waits for this.
+        if grad.__class__ is Tensor and grad.stride() == strides and not grad.data_ptr() % 16:
+            return grad
+    except RuntimeError:
+        # A gradient of several samples at once has no address; each is taken out of the copy later.
+        return _copied(grad, strides)
     if not is_batched(grad) and (_lies_as(grad, strides) if as_output else is_packed(grad)):
         return grad
+    return _copied(grad, strides)
+
+
+def _copied(grad: Tensor, strides: Sequence[int]) -> Tensor:
     outermost = sorted(range(grad.dim()), key=lambda dim: -size_hint(strides[dim]))
     whole = grad.permute(outermost).clone(memory_format=torch.contiguous_format)
     return whole.permute([outermost.index(dim) for dim in range(grad.dim())])

@@ -152,10 +152,10 @@ def test_a_refusal_sends_it_the_long_way(monkeypatch):
 @pytest.mark.parametrize(
     "change", [{"sink": torch.zeros(4)}, {"alibi_slopes": torch.ones(4)}, {"dropout_p": 0.1}]
 )
-def test_what_has_more_tensors_or_chance_has_no_short_way(change):
+def test_what_has_more_tensors_or_chance_is_bound_by_no_package(change):
     inputs, _ = call_of("causal", training=False)
     plan = replace(plan_of("fa4", training=False), return_lse=False)
-    assert bind(fa4.executor, replace(inputs, **change), plan, None) is None
+    assert fa4.executor.bind(replace(inputs, **change), plan) is None
 
 
 def test_few_functions_stand_before_a_kernel():

@@ -231,9 +231,9 @@ def _efficient_lse(lse):
 def _efficient(_, given):
     state = _state(given)
     tensors = (given["query"], given["key"], given["value"])
-    assert given["compute_log_sumexp"]
     out, lse = _forward(given, *tensors, _top_left(given, given["attn_bias"]), state)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), _efficient_lse(lse), state[0], state[1]
+    lse = _efficient_lse(lse) if given["compute_log_sumexp"] else lse[..., :0]
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse, state[0], state[1]
 
 
 def _efficient_backward(_, given):
@@ -258,7 +258,8 @@ def _corner_forward(_, given):
     given = {**given, "cum_seq_q": None}
     state = _state(given)
     out, lse = _forward(given, *_heads_first(given, "query", "key", "value"), _corner(given), state)
-    return out.transpose(1, 2).contiguous(), _efficient_lse(lse), state[0], state[1], 0, 0
+    lse = _efficient_lse(lse) if given["compute_log_sumexp"] else lse[..., :0]
+    return out.transpose(1, 2).contiguous(), lse, state[0], state[1], 0, 0
 
 
 def _corner_backward(_, given):

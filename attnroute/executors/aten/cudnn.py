@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnroute.executors.aten.handover import handed_over
+from attnroute.executors.aten.handover import Operator, short_way
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.strides import fitted, watch
+from attnroute.masks.lowered.form import as_4d
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:
@@ -67,6 +68,19 @@ def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
     )
 
 
+def _bound(inputs: Inputs, plan: Plan) -> Operator:
+    """Return what calls the operator."""
+    operator = operator_of("_scaled_dot_product_cudnn_attention", inputs.query)
+    causal, scale, dropout_p, keep_lse = is_causal(inputs), inputs.scale, inputs.dropout_p, plan.training
+
+    def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor:
+        attn = None if attn is None else as_4d(attn)
+        out, *_ = operator(query, key, value, attn, keep_lse, dropout_p, causal, False, scale=scale)
+        return out  # type: ignore[no-any-return]
+
+    return run
+
+
 executor = Executor(
-    run, Pair(forward, backward), bind=handed_over(SDPBackend.CUDNN_ATTENTION, as_output=True)
+    run, Pair(forward, backward), bind=short_way(SDPBackend.CUDNN_ATTENTION, _bound, as_output=True)
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
-from attnroute.executors.aten.handover import handed_over
+from attnroute.executors.aten.handover import Operator, short_way
 from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.dense import empty_rows
@@ -152,10 +152,26 @@ def _bottom_right_backward(inputs: Inputs, result: ForwardResult, grad_out: Tens
     return grad_query, grad_key, grad_value, None
 
 
+def _bound(inputs: Inputs, plan: Plan) -> Operator | None:
+    """Return what calls the operator of scaled_dot_product_attention."""
+    high, scale, dropout_p, keep_lse = _causal_band(inputs), inputs.scale, inputs.dropout_p, plan.training
+    if high or "align_bias" in plan.repairs:
+        return None
+    causal, operator = high is not None, torch._scaled_dot_product_efficient_attention  # type: ignore[attr-defined]
+    shape = (*inputs.query.shape[:3], inputs.key.shape[2])
+
+    def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor:
+        attn = None if attn is None else attn.expand(shape)
+        out, *_ = operator(query, key, value, attn, keep_lse, dropout_p, causal, scale=scale)
+        return out  # type: ignore[no-any-return]
+
+    return run
+
+
 executor = Executor(
     run,
     Pair(forward, backward),
-    bind=handed_over(SDPBackend.EFFICIENT_ATTENTION),
+    bind=short_way(SDPBackend.EFFICIENT_ATTENTION, _bound),
     # `preprocess_mask` of torch's attention.cpp.
     spared=frozenset({"align_bias"}),
 )

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnroute.executors.aten import flash_backward
-from attnroute.executors.aten.handover import handed_over
+from attnroute.executors.aten.handover import Operator, short_way
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
 from attnroute.executors.ragged import Ragged, per_token, rows_of, tokens_of, whole_rows, window_sizes
 from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.dense import empty_rows
+from attnroute.masks.lowered.form import as_4d
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:
@@ -182,10 +183,33 @@ def _sequences(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> tuple[Any,
     return out.unflatten(0, (batch, seqlen)).transpose(1, 2), lse.transpose(0, 1), *rest
 
 
+def _bound(inputs: Inputs, plan: Plan) -> Operator | None:
+    """Return what calls the operator of scaled_dot_product_attention."""
+    causal, scale, dropout_p = is_causal(inputs), inputs.scale, inputs.dropout_p
+    if plan.device_type == "cpu":
+        on_cpu = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
+
+        def run_on_cpu(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor:
+            attn = None if attn is None else as_4d(attn)
+            out, _ = on_cpu(query, key, value, dropout_p, causal, attn_mask=attn, scale=scale)
+            return out  # type: ignore[no-any-return]
+
+        return run_on_cpu
+    if {"to_varlen", "pad_head_dim"}.intersection(plan.repairs) or not _is_plain(inputs):
+        return None
+    operator = operator_of("_scaled_dot_product_flash_attention", inputs.query)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
+        out, *_rest = operator(query, key, value, dropout_p, causal, False, scale=scale)
+        return out  # type: ignore[no-any-return]
+
+    return run
+
+
 executor = Executor(
     run,
     Pair(forward, backward),
-    bind=handed_over(SDPBackend.FLASH_ATTENTION),
+    bind=short_way(SDPBackend.FLASH_ATTENTION, _bound),
     # `pad_last_dim` of torch's attention.cpp.
     spared=frozenset({"pad_head_dim"}),
 )

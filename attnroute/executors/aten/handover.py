@@ -1,26 +1,30 @@
-"""Hand a call over to torch's own `scaled_dot_product_attention`, where torch selects the same kernel for it.
+"""The short way of torch's kernels: `scaled_dot_product_attention` itself, where it selects the same one.
 
 That function costs the host less than its operators do from Python, which return what only a backward needs.
 What torch selects follows from the arguments and from switches of the process; it is asked once, and the
-switches are compared in each call.
+switches are compared in each call. Where torch selects another kernel, the operator is called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import call
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 
 from attnroute.executors.aten.operators import is_causal
-from attnroute.executors.strides import Fit
+from attnroute.executors.strides import Fit, attach
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.nn.attention import SDPBackend
 
     from attnroute.executors.protocol import Bind, Bound, Inputs, Plan
+
+Operator = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""From query, key, value and `Inputs.attn`, which torch's function takes too, to the output."""
 
 _attention = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
 _SWITCHES: Final[tuple[Callable[[], object], ...]] = tuple(
@@ -33,45 +37,71 @@ _DIMS: Final = (2, 4)
 """Of masks that torch's function takes."""
 
 
-def handed_over(choice: SDPBackend, *, as_output: bool = False) -> Bind:
+def short_way(
+    choice: SDPBackend,
+    operator: Callable[[Inputs, Plan], Operator | None],
+    *,
+    as_output: bool = False,
+) -> Bind:
     """Return the `Bind` of one of torch's fused kernels.
 
     Args:
         choice: What torch calls the kernel.
+        operator: Returns what calls the kernel's operator for calls like one; None where that needs more, or
+            repairs that torch's function makes itself.
         as_output: The gradient of an output must have the strides of the output.
     """
 
     def bind(inputs: Inputs, plan: Plan) -> Bound | None:
-        if "to_varlen" in plan.repairs:
-            return None
-        causal, attn = is_causal(inputs), inputs.attn
-        if causal and (inputs.mask.band_lo is not None or inputs.mask.band_hi != 0):
-            return None
-        if attn is not None and attn.dim() not in _DIMS:
-            return None
-        tensors, known = (inputs.query, inputs.key, inputs.value), tuple(map(call, _SWITCHES))
-        # Each argument that torch must read costs the host more than it looks.
-        named: dict[str, Any] = {"is_causal": True} if causal else {}
-        if inputs.dropout_p:
-            named["dropout_p"] = inputs.dropout_p
-        if inputs.scale is not None:
-            named["scale"] = inputs.scale
-        if inputs.query.shape[1] != inputs.key.shape[1]:
-            named["enable_gqa"] = True
-        if torch._fused_sdp_choice(*tensors, attn, **named) != choice.value:
-            return None
-        watches = plan.training and plan.device_type != "cpu"
-
-        def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
-            if tuple(map(call, _SWITCHES)) != known:
-                return None
-            out: Tensor = (
-                _attention(query, key, value, attn, **named) if named else _attention(query, key, value, attn)
-            )
-            if watches:
-                out.register_hook(Fit(out.stride(), as_output=as_output))
-            return out
-
-        return run
+        direct = operator(inputs, plan)
+        run: Bound | None = direct
+        if "to_varlen" not in plan.repairs:
+            run = _handed_over(choice, inputs, direct) or direct
+        trains = plan.training and plan.device_type != "cpu"
+        return run if run is None or not trains else _watched(run, as_output=as_output)
 
     return bind
+
+
+def _handed_over(choice: SDPBackend, inputs: Inputs, operator: Operator | None) -> Bound | None:
+    """Return torch's function, with the operator for calls after a switch was moved; None = only that."""
+    attn, mask = inputs.attn, inputs.mask
+    if attn is None and not (mask.band_lo is None and mask.band_hi in (None, 0)):
+        return None
+    if attn is not None and attn.dim() not in _DIMS:
+        return None
+    known = tuple(map(call, _SWITCHES))
+    # Each argument that torch must read costs the host more than it looks.
+    named: dict[str, Any] = {"is_causal": True} if is_causal(inputs) else {}
+    if inputs.dropout_p:
+        named["dropout_p"] = inputs.dropout_p
+    if inputs.scale is not None:
+        named["scale"] = inputs.scale
+    if inputs.query.shape[1] != inputs.key.shape[1]:
+        named["enable_gqa"] = True
+    if torch._fused_sdp_choice(inputs.query, inputs.key, inputs.value, attn, **named) != choice.value:
+        return None
+    handed_over: Bound = partial(_attention, **named) if named else _attention
+
+    def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
+        kernel = handed_over if tuple(map(call, _SWITCHES)) == known else operator
+        return None if kernel is None else kernel(query, key, value, attn)
+
+    return run
+
+
+def _watched(run: Bound, *, as_output: bool) -> Bound:
+    """Have gradients of the output fitted, which lies alike in every call."""
+    fit: Fit | None = None
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
+        nonlocal fit
+        out = run(query, key, value, attn)
+        if out is None:
+            return None
+        if fit is None:
+            fit = Fit(out.stride(), as_output=as_output)
+        attach(out, fit)
+        return out
+
+    return watched

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Final, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnroute.errors import KernelRefusedError
 from attnroute.executors.prepare.pair import run_pair
 from attnroute.executors.prepare.pieces import BATCH, HEADS, pieces
 from attnroute.executors.prepare.sink import run_with_sink
@@ -21,7 +23,7 @@ from attnroute.executors.protocol import Bound, Executor, Inputs, Output, Plan
 from attnroute.executors.strides import is_packed
 from attnroute.masks.kept import Keeper
 from attnroute.masks.lowered.dense import additive, build, empty_rows
-from attnroute.masks.lowered.form import Extent, LoweredMask
+from attnroute.masks.lowered.form import FULL, Extent, LoweredMask
 from attnroute.masks.tracing import address, is_tracing
 from attnroute.memory import cached
 from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE
@@ -38,6 +40,7 @@ _DENSE = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
 _ADDITIVE = frozenset({"cast_mask", "cast_bias", "align_bias"})
 _OF_MASKS = frozenset({"materialize_mask", "cast_mask", "zero_empty_rows", "clear_left_out", "to_varlen"})
 """Repairs that need nothing but what is made once for each mask."""
+_WITH_SINK = _OF_MASKS | {"sink_from_lse"}
 
 
 def run_repaired(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
@@ -84,10 +87,12 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     Returns:
         A function that keeps no mask alive: what was prepared of one is kept with that.
     """
-    repairs = frozenset(plan.repairs) - executor.spared
-    if "align_bias" in plan.repairs and not _is_only_bias(inputs):
-        repairs |= {"align_bias"}
-    if executor.bind is None or plan.return_lse or not repairs <= _OF_MASKS:
+    repairs = frozenset(plan.repairs)
+    spared, sinks = repairs & executor.spared, "sink_from_lse" in repairs
+    if spared and (sinks or ("align_bias" in spared and not _is_only_bias(inputs))):
+        return None
+    repairs -= spared
+    if plan.return_lse or not repairs <= _WITH_SINK:
         return None
     prepares = bool(repairs & _DENSE) and not (inputs.mask.is_full and inputs.bias is None)
     if prepares and not _is_kept(inputs):
@@ -97,7 +102,9 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
         return None
     inputs = replace(inputs, attn=attn)
     _prepare_qkv(inputs, repairs)
-    run = executor.bind(inputs, plan)
+    run = None if sinks or executor.bind is None else executor.bind(inputs, plan)
+    if run is None and not spared:
+        run = _in_general(executor, inputs, plan, sinks=sinks)
     if run is None:
         return None
     if "clear_left_out" in repairs and inputs.mask.key_keep is not None:
@@ -114,27 +121,53 @@ def _is_only_bias(inputs: Inputs) -> bool:
     return inputs.bias is not None and inputs.mask.is_full and address(inputs.bias) % 16 == 0
 
 
+def _in_general(executor: Executor, inputs: Inputs, plan: Plan, *, sinks: bool) -> Bound | None:
+    """Return what runs an executor itself on prepared tensors; None where it would keep a mask alive."""
+    mask, attn = inputs.mask, inputs.attn
+    if inputs.alibi_slopes is not None or not (sinks or attn is None):
+        return None
+    if attn is not None:
+        # Kernels that need the log-sum-exp for a sink read the tensor alone.
+        mask = FULL
+    elif not mask.is_band_only:
+        return None
+    scale, softcap, dropout_p = inputs.scale, inputs.softcap, inputs.dropout_p
+    runs = partial(run_with_sink, executor) if sinks else executor.run
+
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, sink: Tensor | None = None
+    ) -> Tensor | None:
+        made = Inputs(query, key, value, mask, None, None, attn, scale, softcap, sink, None, dropout_p, None)
+        try:
+            return runs(made, plan)[0]
+        except KernelRefusedError:
+            # Run as any other it is refused again, and another backend takes it.
+            return None
+
+    return run
+
+
 def _with(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
     """Give a kernel the mask that was prepared for it, for as long as that is kept."""
 
-    def with_kept(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor | None:
+    def with_kept(query: Tensor, key: Tensor, value: Tensor, _: object, *sink: Tensor) -> Tensor | None:
         attn = kept()
-        return None if attn is None else run(query, key, value, attn)
+        return None if attn is None else run(query, key, value, attn, *sink)
 
     return with_kept
 
 
 def _without(run: Bound) -> Bound:
     """Give a kernel no mask, where that was recognized as one that it has an argument for."""
-    return lambda query, key, value, _: run(query, key, value, None)
+    return lambda query, key, value, _, *sink: run(query, key, value, None, *sink)
 
 
 def _with_cleared(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
     """Put zeros where no query attends, for as long as it is kept where that is."""
 
-    def with_cleared(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
+    def with_cleared(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor | None:
         keys = kept()
-        return None if keys is None else run(query, *_cleared(key, value, keys), attn)
+        return None if keys is None else run(query, *_cleared(key, value, keys), *rest)
 
     return with_cleared
 
@@ -142,9 +175,9 @@ def _with_cleared(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
 def _with_zeros(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
     """Give rows with no key zeros, for as long as it is kept which they are."""
 
-    def with_zeros(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
+    def with_zeros(*tensors: Tensor | None) -> Tensor | None:
         empty = kept()
-        out = None if empty is None else run(query, key, value, attn)
+        out = None if empty is None else run(*tensors)
         return out if out is None else out.masked_fill(empty[..., None], 0.0)  # type: ignore[index]
 
     return with_zeros
