@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from attnroute.errors import AttnRouteError, KernelRefusedError
-from attnroute.memory import REFUSED, Memory
+from attnroute.memory import REFUSED as UNTIL_RESET
+from attnroute.memory import Memory
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -63,7 +64,8 @@ Listener = Callable[[Replaced], None]
 
 _LISTENERS: list[Listener] = []
 _KEPT: Final = 1024
-_REFUSED: Memory[Hashable, str] = Memory(_KEPT, f"{__name__}._REFUSED", REFUSED)
+REFUSED: Final[Memory[Hashable, str]] = Memory(_KEPT, f"{__name__}.REFUSED", UNTIL_RESET)
+"""Why kernels were refused, by backend and what they are compiled for; empty, nothing needs a look at it."""
 
 
 def listen(listener: Listener) -> None:
@@ -75,11 +77,6 @@ def listen(listener: Listener) -> None:
 def unlisten(listener: Listener) -> None:
     """Undo `listen`."""
     _LISTENERS.remove(listener)
-
-
-def has_refusals() -> bool:
-    """Return whether some kernel was refused, so that calls like it are refused without the package."""
-    return len(_REFUSED) > 0
 
 
 def before_launch(
@@ -114,8 +111,8 @@ class _BeforeLaunch:
         self._state: Tensor | None = None
 
     def __enter__(self) -> None:
-        if _REFUSED and self._key is not None:
-            reason = _REFUSED.get((self._backend, self._key()))
+        if REFUSED and self._key is not None:
+            reason = REFUSED.get((self._backend, self._key()))
             if reason is not None:
                 raise _refusal(self._backend, reason)
         if self._draws_on is not None and not _is_captured(self._draws_on):
@@ -131,7 +128,7 @@ class _BeforeLaunch:
         reason = _summary(error)
         if self._key is not None:
             # The text alone: an exception holds the frames that it went through, with their tensors.
-            _REFUSED.put((self._backend, self._key()), reason)
+            REFUSED.put((self._backend, self._key()), reason)
         raise _refusal(self._backend, reason) from error
 
 

@@ -70,7 +70,7 @@ def heard():
 
 
 def launch(external=EXTERNAL, request=None):
-    return external._launch_forward(request_of() if request is None else request)
+    return external._launcher.forward(request_of() if request is None else request)
 
 
 def test_each_side_is_announced_once_before_it_is_launched(heard):

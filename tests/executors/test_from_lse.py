@@ -214,7 +214,7 @@ def test_rows_as_sequences(case, training, with_sink):
     request = request_of(inputs, plan_of("cudnn_fe", "to_varlen", training=training))
     detached = request._replace(**{n: getattr(request, n).detach() for n in NAMES[:3]})
     out, lse = fallback.forward(detached)
-    found = padded(request, out, inputs.query.shape[0]), padded_lse(request, lse, inputs)
+    found = padded(request, out, inputs.query.shape[0]), padded_lse(request, lse, inputs.query)
     tensors = (inputs.query, inputs.key, inputs.value)
     wanted = attend(*tensors, allowed=allowed_of(mask, inputs), sink=inputs.sink)
     for got, want in zip(found, wanted, strict=True):

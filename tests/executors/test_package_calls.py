@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import sys
 import weakref
 from dataclasses import replace
@@ -16,6 +17,7 @@ from support.fa4_package import Package
 
 import attnroute
 from attnroute import masks
+from attnroute.executors import first_call
 from attnroute.executors.packages import cudnn_fe, fa4
 from attnroute.executors.packages.cudnn_band import unattended_keys, unattended_queries
 from attnroute.executors.packages.external import External
@@ -25,9 +27,10 @@ from attnroute.masks.kept import keeper_of
 from attnroute.memory import reset
 
 OURS = str(Path(attnroute.__file__).parent)
+NAMES = ("query", "key", "value")
 CLEARED = "padding at the left"
 """The case whose left-out keys are cleared before."""
-FORWARD, STEP = 17, 30
+FORWARD, STEP = 10, 21
 """Functions of attnroute that a forward, and a forward with its backward, may call."""
 
 
@@ -44,7 +47,8 @@ class Kernel:
         return Gradients(grad_out, grad_out, grad_out)
 
 
-EXTERNAL = External("package_calls_test", Kernel())
+KERNEL = Kernel()
+EXTERNAL = External("package_calls_test", KERNEL)
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +109,7 @@ def test_a_bound_call_gives_what_the_long_way_gives(executor, case, training, ou
     bound = bind(executor, replace(inputs), plan, None)
     for _ in range(2):
         given = [drawn(t) for t in (inputs.query, inputs.key, inputs.value)]
-        again = dict(zip(("query", "key", "value"), given, strict=True))
+        again = dict(zip(NAMES, given, strict=True))
         want, _ = run_repaired(executor, replace(inputs, **again), plan)
         got = bound(*given, None)
         assert torch.equal(got, want)
@@ -145,7 +149,7 @@ def test_a_refusal_sends_it_the_long_way(monkeypatch):
         msg = "the package refuses"
         raise ValueError(msg)
 
-    monkeypatch.setattr(EXTERNAL._kernel, "forward", refuse, raising=False)
+    monkeypatch.setattr(KERNEL, "forward", refuse, raising=False)
     assert bound(*tensors, None) is None
 
 
@@ -177,6 +181,74 @@ def test_few_functions_stand_before_a_kernel():
     with torch.no_grad():
         assert functions_called(lambda: of_inference(*tensors, None)) <= FORWARD
     assert functions_called(step) <= STEP
+
+
+def test_a_package_that_compiles_costs_no_more_once_it_did(monkeypatch):
+    monkeypatch.setattr(first_call, "_LISTENERS", {})
+    inputs, _ = call_of("causal", training=True)
+    tensors = [torch.randn(2, 4, 9, 8).requires_grad_() for _ in range(3)]
+    plan = replace(plan_of("t", training=True), return_lse=False)
+    run = bind(EXTERNAL.executor, replace(inputs), plan, None)
+
+    def step():
+        torch.autograd.grad(run(*tensors, None).sum(), tensors)
+
+    for _ in range(2):
+        step()
+    silent = functions_called(step)
+    first_call.listen("package_calls_test", lambda *_: None)
+    step()
+    assert functions_called(step) == silent
+
+
+@pytest.mark.parametrize("case", ["causal", "documents"])
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("executor", [EXTERNAL.executor, cudnn_fe.executor], ids=["fake", "cudnn_fe"])
+def test_a_call_is_one_node_and_its_output_may_be_written(executor, bound, case):
+    inputs, repairs = call_of(case, training=True)
+    leaves = [t.detach().requires_grad_() for t in (inputs.query, inputs.key, inputs.value)]
+    inputs = replace(inputs, query=leaves[0], key=leaves[1], value=leaves[2])
+    plan = replace(plan_of("package", *repairs, training=True), return_lse=False)
+    run = bind(executor, replace(inputs), plan, None)
+    out = run(*leaves, None) if bound else run_repaired(executor, inputs, plan)[0]
+    grads = [node.variable for node, _ in out.grad_fn.next_functions if node is not None]
+    assert len(grads) == len(leaves)
+    assert all(map(operator.is_, grads, leaves))
+    out.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_an_output_that_the_package_made_a_view_may_be_written():
+    inputs, _ = call_of("causal", training=True)
+    leaves = [t.detach().requires_grad_() for t in (inputs.query, inputs.key, inputs.value)]
+    run = bind(fa4.executor, replace(inputs), replace(plan_of("fa4", training=True), return_lse=False), None)
+    wanted = torch.autograd.grad(run(*leaves, None).sum() * 2.0, leaves)
+    assert all(map(torch.equal, torch.autograd.grad(run(*leaves, None).mul_(2.0).sum(), leaves), wanted))
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("case", ["causal", "padding"])
+def test_what_is_saved_goes_where_hooks_bring_it(package, case, bound):
+    inputs, repairs = call_of(case, training=True)
+    leaves = [t.detach() for t in (inputs.query, inputs.key, inputs.value)]
+    plan = replace(plan_of("fa4", *repairs, training=True), return_lse=False)
+    run = bind(fa4.executor, replace(inputs), plan, None)
+    tensors = [t.requires_grad_() * 1.0 for t in leaves]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
+        out = (
+            run(*tensors, None)
+            if bound
+            else run_repaired(fa4.executor, replace(inputs, **dict(zip(NAMES, tensors, strict=True))), plan)[
+                0
+            ]
+        )
+    seen = [weakref.ref(t) for t in tensors]
+    del tensors
+    package.calls.clear()
+    gc.collect()
+    assert [ref for ref in seen if ref() is not None] == []
+    assert all(t is not None for t in torch.autograd.grad(out.sum(), leaves))
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,35 @@ class _Kernel:
 
     def forward(self, request: Request) -> Launched:
         """Launch the forward, over several splits of the keys only where nothing has to come out twice."""
-        run = _bound("fwd", request.is_ragged, request.numbers)
-        out, lse, *_ = run(*request[:3], **_sequences(request))
-        return Launched(out, lse)
+        return self.bound(request).forward(request)
 
     def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch the backward, which writes no gradient of keys that are not in use."""
+        return self.bound(request).backward(request, result, grad_out)
+
+    def bound(self, request: Request) -> _Bound:
+        """Return both operators with all arguments but tensors."""
+        return _bound(request.is_ragged, request.numbers)
+
+
+class _Bound:
+    """`_Kernel` for requests with these numbers."""
+
+    def __init__(self, is_ragged: bool, numbers: tuple[Any, ...]) -> None:
+        self._given = (is_ragged, numbers)
+        self._forward = _operator("fwd", *self._given)
+        self._backward: Callable[..., Any] | None = None
+
+    def forward(self, request: Request) -> Launched:
+        out, lse, *_ = self._forward(*request[:3], **_sequences(request))
+        return Launched(out, lse)
+
+    def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
+        run = self._backward
+        if run is None:
+            # Inference does without it.
+            run = self._backward = _operator("bwd", *self._given)
         query, key, value, *_ = request
-        run = _bound("bwd", request.is_ragged, request.numbers)
         given = (readable(grad_out), query, key, value, readable(result.out), result.lse.contiguous())
         if _makes_gradients() and query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
             made = run(*given, **_sequences(request))
@@ -97,6 +118,11 @@ class _Kernel:
         grads = Gradients(*[make(t, memory_format=torch.contiguous_format) for t in request[:3]])
         run(*given, *grads[:3], **_sequences(request))
         return grads
+
+
+@cached(1024, INSTALLED)
+def _bound(is_ragged: bool, numbers: tuple[Any, ...]) -> _Bound:
+    return _Bound(is_ragged, numbers)
 
 
 def _sequences(request: Request) -> dict[str, Tensor | None]:
@@ -109,8 +135,7 @@ def _sequences(request: Request) -> dict[str, Tensor | None]:
     }
 
 
-@cached(1024, INSTALLED)
-def _bound(operator: str, is_ragged: bool, numbers: tuple[Any, ...]) -> Callable[..., Any]:
+def _operator(operator: str, is_ragged: bool, numbers: tuple[Any, ...]) -> Callable[..., Any]:
     """Return an operator with all arguments but tensors, whichever build it is from.
 
     What it must be given and no request has is None.

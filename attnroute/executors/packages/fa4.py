@@ -46,16 +46,38 @@ class _Kernel:
 
     def forward(self, request: Request) -> Launched:
         """Launch the forward."""
-        run = _bound(_FORWARD, request.is_ragged, request.numbers)
-        given = _sequences(request)
-        if request.sink is not None:
-            given["learnable_sink"] = _as_sinks(request.sink)
-        out, lse, *_ = run(q=request.query, k=request.key, v=request.value, **given)
-        return Launched(out, lse)
+        return self.bound(request).forward(request)
 
     def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
         """Launch the backward, which makes its weights from the log-sum-exp and so needs no sink."""
-        query, key, value, *_ = _bound(_BACKWARD, request.is_ragged, request.numbers)(
+        return self.bound(request).backward(request, result, grad_out)
+
+    def bound(self, request: Request) -> _Bound:
+        """Return both functions with all arguments but tensors."""
+        return _bound(request.is_ragged, request.numbers)
+
+
+class _Bound:
+    """`_Kernel` for requests with these numbers."""
+
+    def __init__(self, is_ragged: bool, numbers: tuple[Any, ...]) -> None:
+        self._given = (is_ragged, numbers)
+        self._forward = _function(_FORWARD, *self._given)
+        self._backward: Callable[..., Any] | None = None
+
+    def forward(self, request: Request) -> Launched:
+        given = _sequences(request)
+        if request.sink is not None:
+            given["learnable_sink"] = _as_sinks(request.sink)
+        out, lse, *_ = self._forward(q=request.query, k=request.key, v=request.value, **given)
+        return Launched(out, lse)
+
+    def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
+        run = self._backward
+        if run is None:
+            # Inference does without it.
+            run = self._backward = _function(_BACKWARD, *self._given)
+        query, key, value, *_ = run(
             q=request.query,
             k=request.key,
             v=request.value,
@@ -65,6 +87,11 @@ class _Kernel:
             **_sequences(request),
         )
         return Gradients(query, key, value, _sink_gradient(request, result, grad_out))
+
+
+@cached(1024, INSTALLED)
+def _bound(is_ragged: bool, numbers: tuple[Any, ...]) -> _Bound:
+    return _Bound(is_ragged, numbers)
 
 
 def _as_sinks(sink: Tensor) -> Tensor:
@@ -93,8 +120,7 @@ def _sequences(request: Request) -> dict[str, Any]:
     return given if request.used_kv is None else {**given, "seqused_k": request.used_kv}
 
 
-@cached(1024, INSTALLED)
-def _bound(function: str, is_ragged: bool, numbers: tuple[Any, ...]) -> Callable[..., Any]:
+def _function(function: str, is_ragged: bool, numbers: tuple[Any, ...]) -> Callable[..., Any]:
     """Return a function of the package with all arguments but tensors."""
     request = Request(*[None] * TENSORS, *numbers)  # type: ignore[arg-type]
     settings = _settings(request, is_ragged=is_ragged)

@@ -78,7 +78,12 @@ def _opened(side: int | None, reach: int) -> int:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Return a gradient or an output, whose strides may be any, as 16-byte loads can read it."""
+    """Return a gradient or an output, whose strides may be any, as 16-byte loads can read it.
+
+    Head dimensions are multiples of 8 here.
+    """
+    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNED_BYTES == 0:
+        return tensor
     *rows, last = tensor.stride()
     fits = last == 1 and tensor.data_ptr() % _ALIGNED_BYTES == 0
     for stride in rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torch import Tensor  # noqa: TC002 - a NamedTuple's fields are read at run time
@@ -192,6 +193,45 @@ def request_of(
     )
 
 
+class Like:
+    """Makes requests that differ from one in query, key and value alone, and keeps no tensor alive.
+
+    Prefix sums stay with the mask that they were made from.
+    """
+
+    __slots__ = ("_heads_first", "_is_ragged", "_numbers", "_step", "_sums")
+
+    def __init__(self, request: Request, step: int | None) -> None:
+        """Take one request.
+
+        Args:
+            request: It has neither a sink nor slopes.
+            step: Of its `ragged.Ragged`.
+        """
+        self._sums = [None if t is None else weakref.ref(t) for t in request[3:6]]
+        self._numbers: tuple[Any, ...] = request[6:]
+        self._step = step
+        self._is_ragged, self._heads_first = request.is_ragged, request.heads_first
+
+    def fits(self, key: Tensor, value: Tensor) -> bool:
+        """Return whether the prefix sums are still there, and keys lie as those of the request do."""
+        if not self._is_ragged:
+            return True
+        if any(ref is not None and ref() is None for ref in self._sums):
+            return False
+        return self._step is None or ragged.step_of(key, value) == self._step
+
+    def request_of(self, query: Tensor, key: Tensor, value: Tensor) -> Request:
+        """Return the request of query, key and value in layout bhsd."""
+        if self._is_ragged:
+            sums: list[Any] = [None if ref is None else ref() for ref in self._sums]
+            query, key, value = tokens_of(query, key, value, self._step)
+            return Request(query, key, value, *sums, *self._numbers)
+        if not self._heads_first:
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return Request(query, key, value, None, None, None, *self._numbers)
+
+
 def tokens_of(query: Tensor, key: Tensor, value: Tensor, step: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tokens of a ragged batch; `step` is that of `ragged.Ragged`."""
     return ragged.tokens_of(query), ragged.tokens_of(key, step), ragged.tokens_of(value, step)
@@ -207,17 +247,30 @@ def padded(request: Request, out: Tensor, batch: int) -> Tensor:
     return _in_rows(out, batch) if request.is_ragged else to_bhsd(request, out)
 
 
-def padded_lse(request: Request, lse: Tensor, inputs: Inputs) -> Tensor:
+def padded_lse(request: Request, lse: Tensor, query: Tensor) -> Tensor:
     """Return the log-sum-exp of a request as (batch, num_heads_q, seqlen_q)."""
     if not request.is_ragged:
         return lse
-    rows: Tensor = lse.unflatten(1, (inputs.query.shape[0], inputs.query.shape[2]))
+    rows: Tensor = lse.unflatten(1, (query.shape[0], query.shape[2]))
     return rows.transpose(0, 1)
+
+
+def lay_out(request: Request, out: Tensor, batch: int) -> Tensor:
+    """Return `padded` of an output that nobody else has, as no view: autograd lets nobody write into one."""
+    if out._is_view():
+        out = out.clone()
+    if request.cu_seqlens_q is None:
+        return out if request.heads_first else out.transpose_(1, 2)
+    (total, heads, head_dim), (token, head, last) = out.shape, out.stride()
+    seqlen = total // batch
+    return out.as_strided_((batch, heads, seqlen, head_dim), (seqlen * token, head, token, last))
 
 
 def packed(request: Request, out: Tensor) -> Tensor:
     """Undo `padded`."""
-    return out.transpose(1, 2).flatten(0, 1) if request.is_ragged else to_bhsd(request, out)
+    if request.cu_seqlens_q is not None:
+        return out.transpose(1, 2).flatten(0, 1)
+    return out if request.heads_first else out.transpose(1, 2)
 
 
 def packed_lse(request: Request, lse: Tensor) -> Tensor:
@@ -228,9 +281,11 @@ def packed_lse(request: Request, lse: Tensor) -> Tensor:
 def in_batch(request: Request, grads: Gradients, batch: int) -> Gradients:
     """Return gradients in layout bhsd."""
     query, key, value, sink = grads
-    if request.is_ragged:
+    if request.cu_seqlens_q is not None:
         return Gradients(_in_rows(query, batch), _in_rows(key, batch), _in_rows(value, batch), sink)
-    return Gradients(to_bhsd(request, query), to_bhsd(request, key), to_bhsd(request, value), sink)
+    if request.heads_first:
+        return grads
+    return Gradients(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sink)
 
 
 def _in_rows(tensor: Tensor, batch: int) -> Tensor:
