@@ -33,12 +33,22 @@ from attnroute.tables.costs import FOLDER, Trait
 from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 from benchmarks import recorded
-from benchmarks.fit_hosts import IN_A_ROW, IN_STEPS, Sample, hosts_of, rounded
+from benchmarks.fit_hosts import Sample, hosts_of, rounded
 from benchmarks.recorded import Record
 
 Array = NDArray[np.float64]
-SOURCES: Final = {"h200-torch2.11-sweep": 1.0, "h200-torch2.11-models": 2.0}
+SOURCES: Final = {
+    "h200-torch2.11-sweep": 1.0,
+    "h200-torch2.11-models": 2.0,
+    "h200-torch2.11-grid": 2.0,
+    "h200-torch2.11-grid-tokens": 2.0,
+}
 """Results, and how many drawn calls one of theirs counts for: those of models are what people run."""
+FAR: Final = 0.5
+"""Power of the fastest backend's time over its own with which the call of a backend counts: the further it is
+behind, the less an error changes who is first."""
+CHANGED: Final = {("h200-torch2.11-sweep", "chunked")}
+"""Backends whose host became faster after a result."""
 FIRST: Final = next(iter(SOURCES))
 ARCH: Final = "sm_90"
 SMS: Final = 132.0
@@ -53,12 +63,16 @@ START: Final = {
     "mask_gbs": 3000.0,
     "repair_gbs": 600.0,
     "repair_us": 6.0,
+    "ragged_us": 2.0,
 }
 """Where the numbers of a kernel start."""
 START_TFLOPS: Final = 300.0
-PULL: Final = 0.03
+PULL: Final = 0.05
 """How strongly a number is drawn to its start: as one call that is off by this share of the logarithm."""
-PULL_FACTOR: Final = 0.1
+PULL_DIM: Final = 0.2
+"""The same for the rate of one head_dim, which is drawn to that of all."""
+PULL_FACTOR: Final = 0.2
+"""The same for the factor of a trait, which is drawn to 1."""
 HELD: Final = 100.0
 """The same for a number that stays where it starts."""
 REPAIRING: Final = ("cudnn", "forward")
@@ -110,6 +124,7 @@ def points() -> tuple[dict[tuple[str, str], list[Point]], dict[str, list[Sample]
 
 def _points_of(record: Record, hosts: dict[str, list[Sample]]) -> Iterator[tuple[str, str, Point]]:
     judgements = select(record.call, record.host, load(), Policy()).judgements
+    fastest = min((time.total_ms for time in record.times.values() if time.is_right), default=0.0)
     for backend, time in record.times.items():
         judgement = judgements[backend]
         if not judgement.is_able or not time.is_right or time.forward_ms is None:
@@ -118,20 +133,16 @@ def _points_of(record: Record, hosts: dict[str, list[Sample]]) -> Iterator[tuple
         work = work_of(given, final, judgement.repairs, judgement.stages.extra_bytes)
         if work is None:
             continue
+        weight = SOURCES[record.source] * (fastest / time.total_ms) ** FAR
         is_fit = record.part == "fit"
         forward = "forward_few" if work.is_few else "forward"
-        yield backend, forward, Point(work, time.forward_ms, is_fit, record.id, SOURCES[record.source])
-        if is_fit:
-            host = (time.forward_host_us or 0.0) + (time.backward_host_us or 0.0)
-            host *= IN_A_ROW if given.phase == "training" else 1.0
+        yield backend, forward, Point(work, time.forward_ms, is_fit, record.id, weight)
+        if is_fit and time.host_us is not None and (record.source, backend) not in CHANGED:
             scores = given.batch * given.num_heads_q * given.seqlen_q * given.seqlen_kv / 2**20
-            hosts[backend].append(Sample(given.phase == "training", judgement.repairs, scores, host))
+            host = Sample(record.id, given.phase, judgement.repairs, work.traits, scores, time.host_us)
+            hosts[backend].append(host)
         if time.backward_ms is not None:
-            yield (
-                backend,
-                "backward",
-                Point(work, time.backward_ms, is_fit, record.id, SOURCES[record.source]),
-            )
+            yield backend, "backward", Point(work, time.backward_ms, is_fit, record.id, weight)
 
 
 class Model:
@@ -142,22 +153,26 @@ class Model:
         self._works = [point.work for point in points]
         fields = [name for name in Work._fields if name not in ("traits", "is_few", "head_dim")]
         columns = {name: np.array([float(getattr(w, name)) for w in self._works]) for name in fields}
-        self._work: Any = Work(**columns, head_dim=0, traits=frozenset(), is_few=False)
+        self._work: Any = Work(
+            **columns, head_dim=np.array([w.head_dim for w in self._works]), traits=frozenset(), is_few=False
+        )
         self.dims = sorted({work.head_dim for work in self._works})
-        counts = {trait: sum(trait in work.traits for work in self._works) for trait in get_args(Trait)}
+        counts = {t: sum(t in p.work.traits and p.is_fit for p in points) for t in get_args(Trait)}
+        seen = sum(p.is_fit for p in points)
         # One that all calls have cannot be told from the rate, and of few calls nothing is learned.
-        self.traits = [t for t, count in counts.items() if 3 <= count <= 0.97 * len(points)]
+        self.traits = [t for t, count in counts.items() if 3 <= count <= 0.97 * seen]
         self._dim = np.array([self.dims.index(work.head_dim) for work in self._works])
         self._has = np.array([[float(t in work.traits) for t in self.traits] for work in self._works])
         self.start = np.array(
             [
                 *(_inner(name, value) for name, value in {**START, **known}.items()),
-                *([math.log(START_TFLOPS)] * len(self.dims)),
-                *([0.0] * len(self.traits)),
+                math.log(START_TFLOPS),
+                *([0.0] * (len(self.dims) + len(self.traits))),
             ]
         )
         strengths = [HELD if name in known else PULL for name in START]
-        self.pull = np.array([*strengths, *[PULL] * len(self.dims), *[PULL_FACTOR] * len(self.traits)])
+        apart = [PULL_DIM] * len(self.dims) + [PULL_FACTOR] * len(self.traits)
+        self.pull = np.array([*strengths, PULL, *apart])
 
     def predicted(self, vector: Array) -> Array:
         """Return the milliseconds of each point."""
@@ -181,9 +196,10 @@ class Model:
         }
 
     def _parts(self, vector: Array) -> tuple[dict[str, Any], Array, Array]:
-        ends = len(START), len(START) + len(self.dims)
-        numbers = {name: _outer(name, v) for name, v in zip(START, vector[: ends[0]], strict=True)}
-        return numbers, np.exp(vector[ends[0] : ends[1]]), np.exp(vector[ends[1] :])
+        first = len(START)
+        end = first + 1 + len(self.dims)
+        numbers = {name: _outer(name, v) for name, v in zip(START, vector[:first], strict=True)}
+        return numbers, np.exp(vector[first] + vector[first + 1 : end]), np.exp(vector[end:])
 
 
 def _inner(name: str, value: float) -> float:
@@ -260,7 +276,7 @@ def repairing(points: list[Point]) -> dict[str, float]:
 def tables() -> Iterator[tuple[str, str, str]]:
     """Yield backend, the text of its file and a report on its fit."""
     found, hosts = points()
-    known = repairing(found[REPAIRING])
+    known, host_times = repairing(found[REPAIRING]), hosts_of(hosts)
     for backend in sorted(hosts):
         fits = {
             kernel: fit
@@ -269,11 +285,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
         }
         if "forward" in fits:
             lines = [f"{backend:10}{kernel:12} {fit}" for kernel, fit in fits.items()]
-            yield (
-                backend,
-                text_of(backend, fits, hosts_of(hosts[backend], in_steps=backend in IN_STEPS)),
-                "\n".join(lines),
-            )
+            yield backend, text_of(backend, fits, host_times[backend]), "\n".join(lines)
 
 
 def text_of(backend: str, fits: dict[str, Fitted], host: dict[str, Any]) -> str:
@@ -297,7 +309,7 @@ def text_of(backend: str, fits: dict[str, Fitted], host: dict[str, Any]) -> str:
         f"evidence = {_toml(evidence)}",
         f"measured = {_toml(head)}",
         f"peak = {_toml(peak.model_dump(mode='json', exclude_none=True, exclude_defaults=True))}",
-        f"host = {_toml(host)}",
+        *(f"host.{phase} = {_toml(times)}" for phase, times in host.items()),
     ]
     for kernel, fit in fits.items():
         lines += ["", f"[{kernel}]", *(f"{name} = {_toml(value)}" for name, value in fit.numbers.items())]

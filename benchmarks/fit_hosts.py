@@ -1,33 +1,90 @@
-"""Fits what the host takes for a call on each backend, and what each repair adds: part of `fit_costs`."""
+"""Fits what the host takes for a call on each backend, and what repairs and traits add: part of `fit_costs`.
+
+Machines, and one machine from minute to minute, differ by more than backends do. What was measured for one
+call in one run was as fast or slow for all of its backends: that pace is fitted too, and taken out.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any, Final, NamedTuple
+from collections import Counter, defaultdict
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from attnroute.vocabulary import Phase, Repair
+
 Array = NDArray[np.float64]
 FEW: Final = 3
-"""Calls with a repair without which nothing is said of what it takes."""
-IN_A_ROW: Final = 0.8
-"""Of a step's host time in training: in a row, as the grids time steps, the next one begins while another
-thread hands over the backward of the last. It was chosen as that with which the grids' choices are cheapest:
-this one number has seen their unseen part too."""
+"""Calls with a repair or a trait without which nothing is said of what it takes."""
 IN_STEPS: Final = frozenset({"chunked"})
 """Backends whose host launches a kernel for each part of the scores."""
+ADDING: Final = ("bias_grad", "documents", "function", "key_padding", "prefix", "sink", "softcap", "varlen")
+"""Traits for which a package may do more before it launches."""
 PASSES: Final = 40
 """How often each number of the host is set in turn."""
+ROUNDS: Final = 8
+"""How often numbers and paces are fitted in turn."""
 
 
 class Sample(NamedTuple):
-    """The host time of one call on one backend."""
+    """The host time of one call on one backend.
 
-    training: bool
+    Attributes:
+        record: The name of the call; its backends share a pace.
+        phase: Forward alone, or with the backward.
+        repairs: What was done to the call.
+        traits: What it has.
+        scores: How many, in 2^20.
+        us: The time.
+    """
+
+    record: str
+    phase: Phase
     repairs: tuple[str, ...]
+    traits: frozenset[str]
     scores: float
     us: float
+
+
+class _Host:
+    """The samples of one backend and phase as columns, and its numbers."""
+
+    def __init__(self, samples: list[Sample], *, in_steps: bool) -> None:
+        parts = [(*s.repairs, *(t for t in ADDING if t in s.traits)) for s in samples]
+        counts = Counter(part for found in parts for part in found)
+        self.seldom = {name for name, count in counts.items() if count < FEW}
+        self.names = sorted(name for name, count in counts.items() if FEW <= count < len(samples))
+        self.records = [s.record for s in samples]
+        self.measured = np.array([s.us for s in samples])
+        rows = [
+            [True, s.scores * in_steps, *(name in found for name in self.names)]
+            for s, found in zip(samples, parts, strict=True)
+        ]
+        self.columns = np.array(rows, dtype=float)
+        self.found = np.zeros(self.columns.shape[1])
+
+    def predicted(self) -> Array:
+        return np.asarray(self.columns @ self.found)
+
+    def fit(self, paces: dict[str, float]) -> None:
+        """Set the numbers that make the sum of relative errors least, one after the other."""
+        measured = self.measured / np.array([paces[name] for name in self.records])
+        for _ in range(PASSES):
+            for at, column in enumerate(self.columns.T):
+                its = column > 0
+                if its.any():
+                    rest = measured - self.predicted() + column * self.found[at]
+                    weights = column[its] / measured[its]
+                    self.found[at] = max(0.0, _middle(rest[its] / column[its], weights))
+
+    def told(self, usual: dict[str, float]) -> dict[str, Any]:
+        """Return the numbers as `HostTimes` has them; of repairs that too few calls had, what is usual."""
+        call_us, scores_us, *adding = map(rounded, self.found.tolist())
+        known = {name: us for name, us in usual.items() if name in self.seldom}
+        adding_us = known | dict(zip(self.names, adding, strict=True))
+        told = {"call_us": call_us, "scores_us": scores_us} if scores_us else {"call_us": call_us}
+        return told | {"adding_us": {name: us for name, us in sorted(adding_us.items()) if us >= 1}}
 
 
 def rounded(value: float) -> float:
@@ -35,27 +92,44 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def hosts_of(samples: list[Sample], *, in_steps: bool) -> dict[str, Any]:
-    """Return the host's times: what makes the sum of absolute errors least, number after number."""
-    repairs = [r for r, count in Counter(r for s in samples for r in s.repairs).items() if count >= FEW]
-    names = ["forward_us", "training_us", "scores_us", *sorted(repairs)]
-    columns = np.array(
-        [
-            [not s.training, s.training, s.scores * in_steps, *(r in s.repairs for r in names[3:])]
-            for s in samples
-        ],
-        dtype=float,
-    )
-    measured = np.array([s.us for s in samples])
-    found = np.zeros(len(names))
-    for _ in range(PASSES):
-        for at, column in enumerate(columns.T):
-            rest = measured - columns @ found + column * found[at]
-            if (column > 0).any():
-                found[at] = max(0.0, _middle(rest[column > 0] / column[column > 0], column[column > 0]))
-    values = dict(zip(names, map(rounded, found.tolist()), strict=True))
-    told = {name: values[name] for name in names[:3] if values[name]}
-    return told | {"repair_us": {name: values[name] for name in names[3:] if values[name] >= 1}}
+def hosts_of(samples: dict[str, list[Sample]]) -> dict[str, dict[Phase, dict[str, Any]]]:
+    """Return the host's times by backend and phase."""
+    found: dict[str, dict[Phase, dict[str, Any]]] = {name: {} for name in samples}
+    for phase in get_args(Phase):
+        its = {name: [s for s in all_ if s.phase == phase] for name, all_ in samples.items()}
+        hosts = {n: _Host(some, in_steps=n in IN_STEPS) for n, some in its.items() if len(some) >= FEW}
+        paces = dict.fromkeys((s.record for some in its.values() for s in some), 1.0)
+        if not hosts:
+            continue
+        for _ in range(ROUNDS):
+            for host in hosts.values():
+                host.fit(paces)
+            paces = _paces(hosts)
+        usual = _usual(hosts)
+        for name, host in hosts.items():
+            found[name][phase] = host.told(usual)
+    return found
+
+
+def _usual(hosts: dict[str, _Host]) -> dict[str, float]:
+    """Return the median over backends of what each repair adds: their code is the same for all."""
+    added: dict[str, list[float]] = defaultdict(list)
+    for host in hosts.values():
+        for name, us in zip(host.names, host.found[2:].tolist(), strict=True):
+            if name in get_args(Repair):
+                added[name].append(us)
+    return {name: rounded(float(np.median(us))) for name, us in added.items()}
+
+
+def _paces(hosts: dict[str, _Host]) -> dict[str, float]:
+    """Return how slow the host was while each call was measured: medians over backends, 1 in the middle."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for host in hosts.values():
+        for name, ratio in zip(host.records, host.measured / host.predicted(), strict=True):
+            ratios[name].append(float(ratio))
+    middle = {name: float(np.median(found)) for name, found in ratios.items()}
+    usual = float(np.median(list(middle.values())))
+    return {name: pace / usual for name, pace in middle.items()}
 
 
 def _middle(values: Array, weights: Array) -> float:

@@ -57,6 +57,7 @@ class Rates(NamedTuple):
     mask_gbs: float
     repair_gbs: float
     repair_us: float
+    ragged_us: float
     factor: float
     sms: float
 
@@ -91,7 +92,7 @@ def cost_of(
         if rates is None:
             return None
         device += device_ms(its_work, rates)
-    host = _host_us(table.host, given, repairs)
+    host = _host_us(table.host.get(given.phase), given, (*repairs, *work.traits))
     kind: Literal["measured", "inferred"] = "measured" if costs.is_own else "inferred"
     source = f"{table.measured.card}, {table.measured.date}"
     return None if host is None else Cost(device, host / 1e3, kind, source)
@@ -119,6 +120,7 @@ def rates_of(kernel: Kernel, work: Work, measured: Peak, peak: Peak) -> Rates | 
         mask_gbs=kernel.mask_gbs * bandwidth,
         repair_gbs=kernel.repair_gbs * bandwidth,
         repair_us=kernel.repair_us,
+        ragged_us=kernel.ragged_us,
         factor=prod(kernel.factor.get(trait, 1.0) for trait in work.traits),  # type: ignore[call-overload]
         sms=peak.sms,
     )
@@ -135,16 +137,19 @@ def device_ms(work: Work, rates: Rates) -> float:
     reading = work.bytes / (rates.gbs * _GIGA_PER_MS) * (1 + rates.idle * idle)
     reading += work.mask_bytes / (rates.mask_gbs * _GIGA_PER_MS)
     kernel: float = rates.factor * (multiplying**2 + reading**2) ** 0.5
-    overhead = (rates.launch_us + rates.block_us * blocks / rates.sms + rates.repair_us * work.repairs) / 1e3
+    launch = rates.launch_us + rates.ragged_us * work.is_ragged
+    overhead = (
+        launch + rates.block_us * blocks * work.head_dim / 128 / rates.sms + rates.repair_us * work.repairs
+    ) / 1e3
     return overhead + kernel + work.repair_bytes / (rates.repair_gbs * _GIGA_PER_MS)
 
 
-def _host_us(host: HostTimes, given: Call, repairs: tuple[Repair, ...]) -> float | None:
-    found = host.training_us if given.phase == "training" else host.forward_us
-    if found is None:
+def _host_us(host: HostTimes | None, given: Call, parts: tuple[str, ...]) -> float | None:
+    if host is None:
         return None
     scores = given.batch * given.num_heads_q * given.seqlen_q * given.seqlen_kv
-    return found + host.scores_us * scores / 2**20 + sum(host.repair_us.get(r, 0.0) for r in repairs)
+    adding = sum(us for part, us in host.adding_us.items() if part in parts)
+    return host.call_us + host.scores_us * scores / 2**20 + adding
 
 
 def _larger(one: float, other: float) -> float:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from attnroute.question.call import Call
 
 _DIGITS: Final = 3
+FEW: Final = 16
+"""Up to so many queries a call reads keys rather than multiplies: decoding."""
+_ABOVE_FEW: Final = 20
 
 
 def rounded_down(number: int) -> int:
@@ -34,9 +37,10 @@ def rounded_down(number: int) -> int:
 
 
 def rounded(number: int) -> int:
-    """Return the nearest number of three binary digits and zeros."""
+    """Return the nearest number of three binary digits and zeros; none above `FEW` becomes one of a few."""
     half = 1 << max(0, number.bit_length() - _DIGITS) >> 1
-    return rounded_down(number + half)
+    found = rounded_down(number + half)
+    return found if number <= FEW or found > FEW else _ABOVE_FEW
 
 
 def rounded_call(call: Call) -> Call:

@@ -1,13 +1,15 @@
 """What a call asks of a kernel, as numbers: products, bytes, thread blocks, and what it has besides.
 
-Lengths that only the device knows are guessed: padding leaves three quarters of the keys, documents whose
-number nobody knows have 1024 tokens, prefixes take a third. Kernels work in tiles of 128 queries and keys.
+Lengths that only the device knows are guessed: padding leaves three quarters of the keys, documents end
+anywhere, some 1024 tokens apart where nobody knows how many there are, prefixes take a third. Kernels work
+in tiles of 128 queries and keys.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple, get_args
 
+from attnroute.engine.rounding import FEW
 from attnroute.memory import INSTALLED, cached
 from attnroute.question.call import Call
 from attnroute.question.nodes import (
@@ -29,13 +31,13 @@ TILE: Final = 128
 """Queries, and keys, that a block of a kernel takes at a time."""
 HALF_TILE: Final = 64
 """The fewest queries that tensor cores work on."""
-FEW: Final = 16
-"""Up to so many queries a call reads keys rather than multiplies: decoding."""
 _ROWS_LOOKED_AT: Final = 64
 _MEASURED_BYTES: Final = 2
 """Of an element: rates of products are those of 16-bit numbers."""
 _PADDED: Final = 0.75
 _DOCUMENT: Final = 1024
+_SHARES: Final = (0.14, 0.48, 1.0, 2.38)
+"""Of the mean length: the means of the four quarters of documents that end anywhere, the shortest first."""
 _PREFIX: Final = 1 / 3
 _DIMS: Final = tuple(int(name.removeprefix("d")) for name in get_args(HeadDim))
 
@@ -48,11 +50,13 @@ class Work(NamedTuple):
         flops_packed: The same where the query heads of one key head share tiles.
         blocks: Tiles of queries, of all heads and batch rows.
         blocks_packed: The same where heads share tiles.
-        keys: Keys that one query tile meets.
+        keys: Keys that one query tile meets and several blocks may share: 1 where a tensor has a row for each
+            query, since kernels share none then.
         bytes: Of query, key, value and output.
         mask_bytes: Of mask and bias tensors, as often as they are read.
         repair_bytes: What repairs allocate.
         repairs: How many repairs run something on the device.
+        is_ragged: 1 in a ragged batch, else 0.
         head_dim: The larger head_dim, rounded up to one that `tflops` of a `Kernel` names.
         traits: What `factor` of a `Kernel` may name.
         is_few: 16 queries or fewer, not in a ragged batch.
@@ -67,6 +71,7 @@ class Work(NamedTuple):
     mask_bytes: float
     repair_bytes: float
     repairs: int
+    is_ragged: int
     head_dim: int
     traits: frozenset[str]
     is_few: bool
@@ -118,11 +123,12 @@ def work_of(given: Call, final: Call, repairs: tuple[str, ...], extra_bytes: int
         flops_packed=products * packed,
         blocks=batch * heads * tiles,
         blocks_packed=batch * heads_kv * packed_tiles,
-        keys=max(1.0, keys * kept),
+        keys=1.0 if any(map(_per_query, _tensors(final))) else max(1.0, keys * kept),
         bytes=DTYPE_BYTES[final.dtype] * batch * dims * (heads * seqlen_q + heads_kv * reached),
-        mask_bytes=_mask_bytes(final),
+        mask_bytes=_mask_bytes(final, min(1.0, pairs / (seqlen_q * seqlen_kv))),
         repair_bytes=extra_bytes,
         repairs=sum(repair not in _FREE for repair in repairs),
+        is_ragged=int(final.layout == "thd"),
         head_dim=head_dim,
         traits=_traits(given, final, repairs),
         is_few=seqlen_q <= FEW and final.layout != "thd" and is_one,
@@ -133,7 +139,7 @@ _FREE: Final = frozenset({"recognize_mask", "from_varlen", "backward_from_chunke
 """Repairs that run nothing on the device before the kernel."""
 
 
-def _part(final: Call, seqlen_q: int, seqlen_kv: int, times: int, group: int) -> tuple[float, ...]:
+def _part(final: Call, seqlen_q: int, seqlen_kv: int, times: float, group: int) -> tuple[float, ...]:
     """Return pairs and tiles of sequences of one size, each plain and packed, and the keys of a tile."""
     found = _tiles(final.mask, seqlen_q, seqlen_kv)
     rows = seqlen_q * group
@@ -158,17 +164,21 @@ def _pads(call: Call) -> bool:
     return any(isinstance(node, KeyPaddingNode) for node in call.mask)
 
 
-def _sequences(given: Call, final: Call) -> list[tuple[int, int, int]]:
+def _sequences(given: Call, final: Call) -> list[tuple[int, int, float]]:
     """Return queries and keys of the sequences that a kernel keeps apart, and how many there are of each."""
-    whole = [(final.seqlen_q, final.seqlen_kv, 1)]
+    whole = [(final.seqlen_q, final.seqlen_kv, 1.0)]
     keeps_apart = final.layout == "thd" or any(isinstance(n, DocumentsNode) for n in final.mask)
     node = next((n for n in given.mask if isinstance(n, DocumentsNode)), None)
     if node is None or not keeps_apart:
         return whole
     if node.lengths:
-        return [(n, n, 1) for n in node.lengths if n] or whole
+        return [(n, n, 1.0) for n in node.lengths if n] or whole
     count = node.count or max(1, given.seqlen_q // _DOCUMENT)
-    return [(max(1, given.seqlen_q // count), max(1, given.seqlen_kv // count), count)]
+    if count == 1:
+        return whole
+    sizes = (given.seqlen_q / count, given.seqlen_kv / count)
+    lengths = [tuple(max(1, round(share * size)) for size in sizes) for share in _SHARES]
+    return [(one, other, count / len(_SHARES)) for one, other in lengths]
 
 
 def _tiles(mask: tuple[MaskNode, ...], seqlen_q: int, seqlen_kv: int) -> _Tiles:
@@ -210,15 +220,26 @@ def _band(seqlen_q: int, seqlen_kv: int, left: int | None, right: int | None) ->
     return _Tiles(pairs * seqlen_q / seen, keys)
 
 
-def _mask_bytes(call: Call) -> float:
-    """Return what is read of mask and bias tensors: each query tile of each head reads its part."""
+def _mask_bytes(call: Call, reached: float) -> float:
+    """Return what is read of mask and bias tensors: each query tile of each head reads its part.
+
+    Args:
+        call: The call as the kernel gets it.
+        reached: The share of all queries and keys that lies in tiles which the kernel does not leave out.
+    """
     total = 0.0
-    rows = call.batch * call.num_heads_q * call.seqlen_kv
-    for node in (*call.mask, call.bias):
-        if isinstance(node, DenseNode | DenseBias):
-            per_query = len(node.shape) > 1 and node.shape[-2] > 1
-            total += rows * (call.seqlen_q if per_query else 1) * DTYPE_BYTES[node.dtype]
+    rows = call.batch * call.num_heads_q * call.seqlen_kv * reached
+    for node in _tensors(call):
+        total += rows * (call.seqlen_q if _per_query(node) else 1) * DTYPE_BYTES[node.dtype]
     return total
+
+
+def _tensors(call: Call) -> list[DenseNode | DenseBias]:
+    return [node for node in (*call.mask, call.bias) if isinstance(node, DenseNode | DenseBias)]
+
+
+def _per_query(node: DenseNode | DenseBias) -> bool:
+    return len(node.shape) > 1 and node.shape[-2] > 1
 
 
 def _traits(given: Call, final: Call, repairs: tuple[str, ...]) -> frozenset[str]:
@@ -226,7 +247,7 @@ def _traits(given: Call, final: Call, repairs: tuple[str, ...]) -> frozenset[str
     is_band = not kinds.isdisjoint({"causal", "window"})
     found = {
         "alibi": isinstance(bias, AlibiBias),
-        "band_few": is_band and 1 < final.seqlen_q <= FEW,
+        "rows_few": 1 < final.seqlen_q <= FEW and (is_band or any(map(_per_query, _tensors(final)))),
         "bias_grad": isinstance(bias, DenseBias) and bias.requires_grad,
         "causal": is_band,
         "composed_backward": "backward_from_chunked" in repairs,

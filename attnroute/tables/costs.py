@@ -14,7 +14,7 @@ from attnroute.memory import TABLES, cached
 from attnroute.tables.archs import Peak
 from attnroute.tables.read import read
 from attnroute.tables.schema import Evidence
-from attnroute.vocabulary import Repair
+from attnroute.vocabulary import Phase, Repair
 
 if TYPE_CHECKING:
     from attnroute.tables.folders import Tables
@@ -27,7 +27,6 @@ NotNegative = Annotated[float, Field(ge=0)]
 HeadDim = Literal["d32", "d64", "d96", "d128", "d192", "d256", "d320", "d512", "d576"]
 Trait = Literal[
     "alibi",
-    "band_few",
     "bias_grad",
     "causal",
     "composed_backward",
@@ -38,6 +37,7 @@ Trait = Literal[
     "function",
     "key_padding",
     "prefix",
+    "rows_few",
     "sink",
     "softcap",
     "training",
@@ -67,6 +67,7 @@ class Kernel(_Part):
         mask_gbs: The same rate for mask and bias tensors.
         repair_gbs: The same for what repairs copy.
         repair_us: What each repair takes besides, in microseconds.
+        ragged_us: What a ragged batch adds to `launch_us`.
         factor: How many times longer the work takes for calls with a trait.
     """
 
@@ -81,6 +82,7 @@ class Kernel(_Part):
     mask_gbs: Positive
     repair_gbs: Positive
     repair_us: NotNegative
+    ragged_us: NotNegative
     factor: dict[Trait, Positive]
 
 
@@ -88,16 +90,14 @@ class HostTimes(_Part):
     """What the host takes for an eager call, in microseconds.
 
     Attributes:
-        forward_us: The forward of a call without gradients.
-        training_us: Forward and backward of a call with them.
+        call_us: A call as it is.
         scores_us: What each 2^20 scores add, of a backend that runs in steps of so many.
-        repair_us: What repairs add, by repair.
+        adding_us: What repairs and traits add.
     """
 
-    forward_us: Positive
-    training_us: Positive | None = None
+    call_us: Positive
     scores_us: NotNegative = 0.0
-    repair_us: dict[Repair, NotNegative] = {}
+    adding_us: dict[Repair | Trait, NotNegative] = {}
 
 
 class Measured(_Part):
@@ -128,7 +128,7 @@ class CostTable(_Part):
         forward: The kernel for more than 16 queries.
         forward_few: The kernel for 16 queries and fewer; absent where nobody measured it.
         backward: The backward; absent where the backend has none or nobody measured it.
-        host: What the host takes.
+        host: What the host takes by phase, forward and backward together in training.
     """
 
     measured: Measured
@@ -137,7 +137,7 @@ class CostTable(_Part):
     forward: Kernel
     forward_few: Kernel | None = None
     backward: Kernel | None = None
-    host: HostTimes
+    host: dict[Phase, HostTimes]
 
 
 class Costs(NamedTuple):

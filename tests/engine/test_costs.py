@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from attnroute.engine.costs import cost_of
 from attnroute.engine.evaluate import Form, prepared
+from attnroute.engine.rounding import rounded
 from attnroute.engine.select import Judgement
 from attnroute.engine.work import work_of
 from attnroute.question.host import Host
@@ -20,9 +21,11 @@ from attnroute.tables.cards import peak_of
 from attnroute.tables.costs import costs_of
 from attnroute.tables.load import load
 from benchmarks import fit_costs, recorded
+from benchmarks.fit_hosts import Sample, hosts_of
 
 TABLES = load()
 H200 = Host(arch="sm_90", device_name="NVIDIA H200", versions=recorded.records()[0].host.versions)
+TAKEN = {"cudnn": 20, "flash": 30, "fa3": 100}
 MEASURED = [b for b in TABLES.backends if costs_of(TABLES, "sm_90", b) is not None]
 
 
@@ -80,9 +83,36 @@ def test_a_mask_that_is_built_costs_what_it_writes_and_reads():
     assert masked.device_ms > 1.3 * plain.device_ms
 
 
-def test_documents_of_a_known_number_count_as_even_ones():
-    line = "bf16 b1 hq8 hkv8 sq4096 skv4096 d128 thd causal documents="
-    assert work(f"{line}x4") == work(f"{line}1024,1024,1024,1024")
+def test_documents_of_a_known_number_end_anywhere():
+    line = "bf16 b1 hq8 hkv8 sq16384 skv16384 d128 thd causal documents="
+    even, unknown = work(f"{line}4096,4096,4096,4096"), work(f"{line}x4")
+    assert 1.5 < unknown.flops / even.flops < 2
+    assert unknown.keys > 2 * even.keys
+    assert unknown.bytes == even.bytes
+
+
+def test_a_bias_is_read_where_the_kernel_goes():
+    line = "bf16 b1 hq8 hkv8 sq8192 skv8192 d128 bias=bf16:1x8x8192x8192"
+    full, causal, window = (work(line + mask) for mask in ("", " causal", " window=127,0"))
+    assert 0.5 < causal.mask_bytes / full.mask_bytes < 0.52
+    assert window.mask_bytes < 0.04 * full.mask_bytes
+
+
+def test_rounded_lengths_stay_on_their_side_of_a_few():
+    assert [work(f"bf16 b1 hq8 hkv8 sq{n} skv1024 d64").is_few for n in (1, 16, 17, 18)] == [1, 1, 0, 0]
+    assert [rounded(n) for n in (16, 17, 18, 19, 22)] == [16, 20, 20, 20, 24]
+
+
+def test_the_pace_of_the_machine_is_taken_out():
+    def sample(record, us, repairs=()):
+        return Sample(record, "inference", repairs, frozenset(), 0.0, us)
+
+    slow = {"a": 1.0, "b": 3.0, "c": 0.5, "d": 1.0, "e": 1.0}
+    plain = {backend: [sample(r, us * pace) for r, pace in slow.items()] for backend, us in TAKEN.items()}
+    repaired = [sample(r, 60 * pace, ("cast_mask",)) for r, pace in slow.items()]
+    found = hosts_of({**plain, "cudnn": [*plain["cudnn"], *repaired], "flash": plain["flash"][:4]})
+    assert {name: times["inference"]["call_us"] for name, times in found.items()} == TAKEN
+    assert found["cudnn"]["inference"]["adding_us"] == {"cast_mask": 40}
 
 
 def test_padding_spares_a_part_of_the_keys():
