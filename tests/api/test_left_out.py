@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.left_out import COUNTS, HEADS, LEFT, LENGTH, MEMORY, RIGHT, TOKENS, hold, inputs_of
 from support.reference import TOLERANCE, attend, error
 
 import attnroute
@@ -15,53 +16,13 @@ from attnroute.errors import ArgumentError
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 
-BATCH, HEADS, HEADS_KV, LENGTH, HEAD_DIM = 3, 4, 2, 37, 16
-COUNTS = torch.tensor([20, 37, 5])
-TOKENS = torch.arange(LENGTH)[None]
-RIGHT = COUNTS[:, None] > TOKENS
-LEFT = LENGTH - COUNTS[:, None] <= TOKENS
 FORMS = {
     "lengths": (lambda: masks.KeyPadding(lengths=COUNTS), RIGHT),
     "lengths as ints": (lambda: masks.KeyPadding(lengths=COUNTS.tolist()), RIGHT),
     "left": (lambda: masks.KeyPadding(left=LENGTH - COUNTS), LEFT),
     "keep": (lambda: masks.KeyPadding(keep=RIGHT), RIGHT),
-    "two": (lambda: masks.KeyPadding(keep=RIGHT, finite=True) & masks.KeyPadding(left=[0, 1, 2]), None),
+    "two": (lambda: masks.KeyPadding(keep=RIGHT, finite=True) & masks.KeyPadding(left=[0, 1, 2, 0]), None),
 }
-MEMORY = {
-    "packed": lambda t: t.clone(),
-    "tokens outermost": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "sliced": lambda t: torch.cat([t, t], -1)[..., :HEAD_DIM],
-    "expanded": lambda t: t[:, :1].clone().expand(-1, HEADS_KV, -1, -1),
-}
-
-
-def inputs_of(memory, garbage, keep, dtype=torch.float32):
-    """Return query, key and value, in which the keys that do not exist hold garbage."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(BATCH, HEADS, LENGTH, HEAD_DIM), *[(BATCH, HEADS_KV, LENGTH, HEAD_DIM)] * 2]
-    query, key, value = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
-    spoilt = [t.masked_fill(~keep[:, None, :, None], garbage) for t in (key, value)]
-    return query, *(MEMORY[memory](t) for t in spoilt)
-
-
-def hold(inputs, mask, keep, causal, tolerance, **given):
-    """Compare output and gradients with those of clean keys in float64."""
-    inputs = [t.requires_grad_() for t in inputs]
-    clean = [t.detach().double().nan_to_num(0, 0, 0).requires_grad_() for t in inputs]
-    allowed = keep[:, None, None]
-    if causal:
-        allowed = allowed & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    known = {k: v for k, v in given.items() if k in ("softcap", "sink", "bias")}
-    want, _ = attend(*clean, allowed=allowed, **known)
-    got = attnroute.attention(*inputs, mask & masks.Causal() if causal else mask, **given)
-    assert error(got, want) <= tolerance
-    cotangent = torch.randn_like(want)
-    grads = torch.autograd.grad(got, inputs, cotangent.to(got.dtype))
-    wanted = torch.autograd.grad(want, clean, cotangent.to(got.dtype).double())
-    for grad, true in zip(grads, wanted, strict=True):
-        assert error(grad, true, floor=1.0) <= 2 * tolerance
-    for grad in grads[1:]:
-        assert grad.masked_select(~keep[:, None, :, None]).eq(0).all()
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
@@ -70,7 +31,7 @@ def hold(inputs, mask, keep, causal, tolerance, **given):
 @pytest.mark.parametrize("backend", ["flash", "chunked", "math"])
 def test_garbage_changes_nothing(backend, form, causal, garbage):
     make, keep = FORMS[form]
-    keep = RIGHT & (torch.tensor([[0], [1], [2]]) <= TOKENS) if keep is None else keep
+    keep = RIGHT & (torch.tensor([[0], [1], [2], [0]]) <= TOKENS) if keep is None else keep
     hold(inputs_of("packed", garbage, keep), make(), keep, causal, TOLERANCE[torch.float32], backend=backend)
 
 
@@ -80,6 +41,21 @@ def test_garbage_changes_nothing(backend, form, causal, garbage):
 def test_in_every_memory_layout(memory, dtype, backend):
     inputs = inputs_of(memory, math.nan, RIGHT, dtype)
     hold(inputs, masks.KeyPadding(lengths=COUNTS), RIGHT, True, TOLERANCE[dtype], backend=backend)
+
+
+@pytest.mark.parametrize("memory", ["packed", "tokens outermost", "static cache"])
+def test_a_mask_that_is_kept_costs_one_pass_for_each_tensor(memory):
+    """Nothing else is launched, and the backward clears nothing."""
+    inputs = [t.requires_grad_() for t in inputs_of(memory, math.nan, RIGHT)]
+    mask = masks.KeyPadding(lengths=COUNTS)
+    for _ in range(3):
+        attnroute.attention(*inputs, mask, backend="flash")
+    with torch.profiler.profile() as seen:
+        out = attnroute.attention(*inputs, mask, backend="flash")
+        torch.autograd.grad(out, inputs, out.detach())
+    counts = {event.key.removeprefix("aten::"): event.count for event in seen.key_averages()}
+    assert counts["bitwise_and"] == 2
+    assert counts.keys() & {"where", "masked_fill", "fill_", "neg_"} == set()
 
 
 @pytest.mark.parametrize("given", [{"softcap": 5.0}, {"sink": torch.randn(HEADS)}, {"return_lse": False}])

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 from support import layouts
-from support.package_runs import require
+from support.package_runs import DISTRIBUTIONS, require
 
 pytestmark = pytest.mark.gpu
-PACKAGES = {
-    "fa3": ("xformers", "xformers or flash-attn-3"),
-    "fa4": ("flash_attn.cute", "flash-attn-4"),
-    "flex_fa4": ("flash_attn.cute", "flash-attn-4"),
-    "cudnn_fe": ("cudnn", "nvidia-cudnn-frontend"),
-}
-BACKENDS = ("flash", "cudnn", "efficient", "flex", "chunked", "math", *PACKAGES)
+BACKENDS = ("flash", "cudnn", "efficient", "flex", "chunked", "math", *DISTRIBUTIONS)
 """All but te and fa2, whose builds have files of their own; these run `layouts.check` as well."""
 ONE_QUERY = ("flash", "efficient", "flex", "chunked", "math", "fa3", "fa4")
 """Those that train a single query."""
@@ -24,6 +18,6 @@ ONE_QUERY = ("flash", "efficient", "flex", "chunked", "math", "fa3", "fa4")
     [(b, k) for b in BACKENDS for k in layouts.KINDS if k != "one query" or b in ONE_QUERY],
 )
 def test_layouts(backend, kind):
-    if backend in PACKAGES:
-        require(*PACKAGES[backend])
+    if backend in DISTRIBUTIONS:
+        require(*DISTRIBUTIONS[backend])
     layouts.check(backend, kind)

@@ -96,14 +96,19 @@ def _hold(backend, kind, lies, dtype, head_dim):
         return out, found
 
     (out, found), on_device, names = names_of(run)
-    assert any(re.search(NAMES[backend], name) for name in on_device), sorted(on_device)
-    assert backend in KERNELS or f"attnroute::{backend}" in names, sorted(names)
-    assert backend not in OPERATORS or any(OPERATORS[backend] in name for name in names)
+    check_ran(backend, on_device, names)
     assert error(out, want) <= TOLERANCE[dtype], lies
     for name, (grad, grads) in found.items():
         true = torch.autograd.grad(want, inputs, grad.double(), retain_graph=True)
         for which, got, expected in zip(("dq", "dk", "dv"), grads, true, strict=True):
             assert error(got, expected.double(), floor=2.0) <= 2 * TOLERANCE[dtype], (lies, name, which)
+
+
+def check_ran(backend, on_device, names):
+    """Fail unless a profile shows the kernels and operators of a backend."""
+    assert any(re.search(NAMES[backend], name) for name in on_device), sorted(on_device)
+    assert backend in KERNELS or f"attnroute::{backend}" in names, sorted(names)
+    assert backend not in OPERATORS or any(OPERATORS[backend] in name for name in names)
 
 
 def _asked(function, backend, kind, inputs):

@@ -39,6 +39,13 @@ def others(backend):
     return "|".join(rest.values())
 
 
+DISTRIBUTIONS = {
+    "fa3": ("xformers", "xformers or flash-attn-3"),
+    "fa4": ("flash_attn.cute", "flash-attn-4"),
+    "flex_fa4": ("flash_attn.cute", "flash-attn-4"),
+    "cudnn_fe": ("cudnn", "nvidia-cudnn-frontend"),
+}
+"""What to import, and what brings it, of the packages that go into one environment."""
 TORCHS = "aten::_scaled_dot_product_cudnn_attention"
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnroute.errors import KernelRefusedError
+from attnroute.executors.prepare.clear import cleared, with_cleared
 from attnroute.executors.prepare.pair import run_pair
 from attnroute.executors.prepare.pieces import BATCH, HEADS, pieces
 from attnroute.executors.prepare.sink import run_with_sink
@@ -108,7 +109,7 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     if run is None:
         return None
     if "clear_left_out" in repairs and inputs.mask.key_keep is not None:
-        run = _with_cleared(run, weakref.ref(_kept_keys(inputs)))
+        run = with_cleared(run, inputs)
     if attn is not None and "zero_empty_rows" in repairs:
         run = _with_zeros(run, weakref.ref(_empty_rows(inputs, repairs)))
     if attn is not None and prepares:
@@ -162,16 +163,6 @@ def _without(run: Bound) -> Bound:
     return lambda query, key, value, _, *sink: run(query, key, value, None, *sink)
 
 
-def _with_cleared(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
-    """Put zeros where no query attends, for as long as it is kept where that is."""
-
-    def with_cleared(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor | None:
-        keys = kept()
-        return None if keys is None else run(query, *_cleared(key, value, keys), *rest)
-
-    return with_cleared
-
-
 def _with_zeros(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
     """Give rows with no key zeros, for as long as it is kept which they are."""
 
@@ -190,25 +181,6 @@ def _empty_rows(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
         return empty_rows(attn)
     what = ("empty rows", *_of_mask(inputs, repairs))
     return inputs.keeper.keep(what, lambda: empty_rows(attn))
-
-
-def _kept_keys(inputs: Inputs) -> Tensor:
-    """Return which keys a query may attend, (batch or 1, 1, seqlen_kv, 1), made once for each mask."""
-    keep = cast("Tensor", inputs.mask.key_keep)
-    if inputs.keeper is None:
-        return keep[:, None, :, None]
-    what = ("kept keys", *_of_mask(inputs, frozenset()))
-    return inputs.keeper.keep(what, lambda: keep[:, None, :, None])
-
-
-def _cleared(key: Tensor, value: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values with zeros where none is kept, in the memory layout that they have.
-
-    One pass each, where masked_fill copies and fills then. The zero is a tensor, because a device is waited
-    for where it gets a number.
-    """
-    zero = value.new_zeros(())
-    return torch.where(kept, key, zero), torch.where(kept, value, zero)
 
 
 def _of_mask(inputs: Inputs, repairs: frozenset[str]) -> tuple[object, ...]:
@@ -295,7 +267,7 @@ def _band(mask: LoweredMask, extent: Extent, dtype: torch.dtype) -> Tensor:
 
 def _prepare_qkv(inputs: Inputs, repairs: frozenset[str]) -> None:
     if "clear_left_out" in repairs and inputs.mask.key_keep is not None:
-        inputs.key, inputs.value = _cleared(inputs.key, inputs.value, _kept_keys(inputs))
+        inputs.key, inputs.value = cleared(inputs)
     if "expand_kv" in repairs:
         group = inputs.query.shape[1] // inputs.key.shape[1]
         inputs.key = _expand(inputs.key, group)
