@@ -13,6 +13,7 @@ from support.strategies import calls, hosts
 
 from attnroute.engine.decide import decide
 from attnroute.engine.examples import Examples
+from attnroute.engine.pins import loose_ends
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.tables.folders import Tables
@@ -78,6 +79,7 @@ def test_the_tables_stay_sound(changed, title):
     tables = changed(title)
     assert lint(tables, TODAY) == []
     assert list(Examples(tables).problems()) == []
+    assert list(loose_ends(tables)) == []
 
 
 def test_what_each_recipe_touches():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from packaging.version import Version
@@ -21,8 +22,8 @@ from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.question.normalize import normalize
 from attnroute.question.policy import Policy
-from attnroute.tables.lint import Problem, problem_of
 from attnroute.tables.points import options_of, shared_points
+from attnroute.tables.problem import Problem, problem_of
 from attnroute.tables.rows import RuleRow
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Trial(NamedTuple):
         if not self.places:
             return f"requires an architecture where the row holds; got {self.example.arch or 'none'}"
         for place in self.places:
-            outcome = self._outcome(self.row, place)
+            outcome = self._outcome(self.row, place, self.form)
             if not self._is_right(outcome):
                 required = "rejects" if self.field == "refuses" else "lets pass"
                 where = f"{place[1]} on {place[0]}"
@@ -95,17 +96,20 @@ class Trial(NamedTuple):
 
     def agrees(self, rule: Rule) -> bool:
         """Return whether the example would be as right with another rule in the place of its own."""
-        row = RuleRow(self.row.id, rule, self.row.file)
-        return self._is_right(self._outcome(row, self.places[0]))
+        return self._is_right(self.outcome(rule, self.form))
+
+    def outcome(self, rule: Rule, form: Form) -> Outcome:
+        """Return what another rule in the place of its own says of a call on the machine of the example."""
+        return self._outcome(RuleRow(self.row.id, rule, self.row.file), self.places[0], form)
 
     def _is_right(self, outcome: Outcome) -> bool:
         return outcome != "unknown" and (outcome == "fail") == (self.field == "refuses")
 
-    def _outcome(self, row: RuleRow, place: tuple[str, str]) -> Outcome:
+    def _outcome(self, row: RuleRow, place: tuple[str, str], form: Form) -> Outcome:
         arch, backend = place
         info = self.tables.info(arch, backend)
         host = _host(row.rule, arch, info, self.example)
-        (outcome,) = outcomes_of(Prepared(backend, host, info, (row,)), self.form)
+        (outcome,) = outcomes_of(Prepared(backend, host, info, (row,)), form)
         return outcome
 
     def _is_lifted(self) -> bool:
@@ -166,9 +170,18 @@ class Examples:
 
 def _texts(rule: Rule) -> Iterator[tuple[Literal["refuses", "takes"], str]]:
     for text in options_of(rule.refuses or []):
-        yield "refuses", text
+        yield from (("refuses", one) for one in _spelled_out(text))
     for text in options_of(rule.takes or []):
-        yield "takes", text
+        yield from (("takes", one) for one in _spelled_out(text))
+
+
+def _spelled_out(text: str) -> Iterator[str]:
+    """Give an example once for each of its versions, where it names several: `torch=2.5.1|2.9.0`."""
+    line, on, machine = text.partition(_ON)
+    words = [word.partition("=") for word in machine.split()]
+    for chosen in product(*(value.split("|") for *_, value in words)):
+        named = (f"{name}{equals}{value}" for (name, equals, _), value in zip(words, chosen, strict=True))
+        yield f"{line}{on}{' '.join(named)}"
 
 
 def _host(rule: Rule, arch: str, info: BackendInfo, example: Example) -> Host:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from attnroute.tables.costs import costs_of
 from attnroute.tables.folders import ANY, SHARED, Tables
 from attnroute.tables.points import options_of, shared_points
 from attnroute.tables.preferences import all_preferences, placed, preferences
+from attnroute.tables.problem import Problem, problem_of, said_by
 from attnroute.tables.rows import OptionRow, PreferenceRow, RuleRow
 from attnroute.tables.strays import strays
 from attnroute.vocabulary import FEATURES
@@ -24,32 +24,11 @@ from attnroute.vocabulary import FEATURES
 if TYPE_CHECKING:
     import datetime
 
-    from attnroute.tables.schema import BackendInfo, Evidence, Option, Rule
+    from attnroute.tables.schema import BackendInfo, Evidence, Rule
 
 RESERVED = ("feature-", "versions-known", "no-table", "cpu-only", "cuda-only")
 """Beginnings of rule names that the engine gives to its own findings."""
 _STOCK_FILE = f"{ANY}/stock.toml"
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong with the tables.
-
-    Attributes:
-        file: The file below its table folder, e.g. `sm_90/cudnn.toml`.
-        rule: The name of the row, empty when it is not about one.
-        field: The key that must change.
-        sentence: What is required, what was got, and what to do.
-    """
-
-    file: str
-    rule: str
-    field: str
-    sentence: str
-
-    def __str__(self) -> str:
-        """Say it on one line."""
-        return ": ".join(part for part in (self.file, self.rule, self.field, self.sentence) if part)
 
 
 def lint(tables: Tables, today: datetime.date) -> list[Problem]:
@@ -126,8 +105,8 @@ def _read_all(tables: Tables) -> None:
 
 def _names(tables: Tables) -> Iterator[Problem]:
     for row in _all(tables):
-        if _says(row).name.startswith(RESERVED):
-            sentence = f"requires a beginning that the engine does not use itself; got {_says(row).name}."
+        if said_by(row).name.startswith(RESERVED):
+            sentence = f"requires a beginning that the engine does not use itself; got {said_by(row).name}."
             yield problem_of(row, "name", sentence)
 
 
@@ -194,7 +173,7 @@ def _empty_ranges(tables: Tables) -> Iterator[Problem]:
     """A row about versions that do not exist, or that the backend makes no statement about, is never used."""
     told: set[tuple[str, str]] = set()
     for row, info in _used_rows(tables):
-        for name, ranges in _says(row).versions.items():
+        for name, ranges in said_by(row).versions.items():
             known = options_of(info.known(name) or ">=0")
             for option in options_of(ranges):
                 if (row.id, option) not in told and not shared_points(name, [option], known):
@@ -336,20 +315,16 @@ def _all(tables: Tables) -> Iterator[RuleRow | OptionRow]:
     yield from tables.all_options()
 
 
-def _says(row: RuleRow | OptionRow) -> Rule | Option:
-    return row.rule if isinstance(row, RuleRow) else row.option
-
-
-def problem_of(row: RuleRow | OptionRow, field: str, sentence: str) -> Problem:
-    """Return a problem of one row."""
-    return Problem(f"{row.file.parent.name}/{row.file.name}", _says(row).name, field, sentence)
-
-
 def _evidence(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
     """Folder, file, row and evidence of everything that cites any."""
     for row in _all(tables):
-        for evidence in _says(row).evidence:
-            yield row.file.parent.parent, f"{row.file.parent.name}/{row.file.name}", _says(row).name, evidence
+        for evidence in said_by(row).evidence:
+            yield (
+                row.file.parent.parent,
+                f"{row.file.parent.name}/{row.file.name}",
+                said_by(row).name,
+                evidence,
+            )
     first = tables.folders[0]
     for backend, info in tables.backends.items():
         for evidence in info.devices.evidence if info.devices is not None else ():
