@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from attnroute.api import failures, repeats, routes
@@ -14,7 +13,7 @@ from attnroute.vocabulary import HEAD_DIM_MULTIPLE
 
 if TYPE_CHECKING:
     from attnroute.api.choices import Choice
-    from attnroute.api.records import Output, Problem
+    from attnroute.api.records import Output, Problem, RouteKey
     from attnroute.api.routes import Route
     from attnroute.executors.launch import Replaced
     from attnroute.question.call import Call
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def reroute(
-    error: KernelRefusedError, route: Route, problem: Problem, policy: Policy, key: Hashable
+    error: KernelRefusedError, route: Route, problem: Problem, policy: Policy, key: RouteKey
 ) -> Output:
     """Run a call whose kernel was refused on the next backend that takes it, and remember that route.
 
@@ -52,7 +51,7 @@ def reroute(
             # The next call may stand elsewhere: what it is remembered under says nothing of this refusal.
             is_new = True
             policy = failures.also_failed(policy, {route.plan.backend: error.said})
-            key = (key, policy.failed)
+            key = key._replace(policy=(key.policy, policy.failed))
         try:
             route = routes.make(problem, policy, key)
         except NoBackendError as nothing:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from attnroute import settings
-from attnroute.api import choices, guards
+from attnroute.api import choices, guards, lengths
 from attnroute.api.choices import Choice
 from attnroute.api.question import call_of
-from attnroute.api.records import Output, Problem
+from attnroute.api.records import Output, Problem, RouteKey
 from attnroute.api.validate import check
 from attnroute.engine.decision import Decision
 from attnroute.engine.rounding import rounded_down
@@ -37,6 +37,8 @@ from attnroute.tables.load import load
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+LIKE_KEPT = 256
+"""Last calls of those that differ only in their number of keys."""
 ROUTES_KEPT = 4096
 """Routes of calls that are the same but for the values of tensors."""
 MUCH_MEMORY = 64 * 2**20
@@ -71,6 +73,11 @@ _ROUTES: Memory[object, Route] = Memory(
     f"{__name__}._ROUTES",
     "when its backend fails",
 )
+_LIKE: Memory[object, tuple[Call, Route]] = Memory(
+    LIKE_KEPT,
+    f"{__name__}._LIKE",
+    "never: the route counts where the same is chosen again",
+)
 
 
 LISTENERS: list[Callable[[Route, Problem], None]] = []
@@ -88,7 +95,7 @@ def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
     return [route.choice for route in gone] + choices.drop(backend, concerns)
 
 
-def make(problem: Problem, policy: Policy, key: object, *, is_free: bool = True) -> Route:
+def make(problem: Problem, policy: Policy, key: RouteKey, *, is_free: bool = True) -> Route:
     """Decide and remember, but for what a want of memory or a capture made the choice.
 
     Args:
@@ -101,12 +108,17 @@ def make(problem: Problem, policy: Policy, key: object, *, is_free: bool = True)
         ArgumentError: The arguments mean nothing.
         NoBackendError: No backend may run the call; the message holds every reason.
     """
-    call, host, tables = _question(problem, policy)
+    place = lengths.place_of(problem, key)
+    like = None if place is None else _LIKE.get(place)
+    call, host, tables = _question(problem, policy, None if like is None else like[0])
     choice = choices.chosen(call, host, tables, policy)
     if is_free and (free := _wanting(choice, problem)) is not None:
         host = host.model_copy(update={"free_memory": rounded_down(free)})
         choice = choices.chosen(call, host, tables, policy)
-    route = _route(problem, call, choice)
+    known = None if like is None else like[1]
+    route = _route(problem, call, choice) if known is None or known.choice is not choice else known
+    if place is not None:
+        _LIKE.put(place, (call, route))
     # What is chosen while a CUDA graph is captured may compile nothing, and memory may be free again; other
     # calls may choose otherwise.
     if not call.context.cuda_graph and host.free_memory is None:
@@ -172,12 +184,16 @@ def _with_compile_time(decision: Decision, choice: Choice, call: Call, problem: 
     return decision.model_copy(update={"verdicts": verdicts})
 
 
-def _question(problem: Problem, policy: Policy) -> tuple[Call, Host, Tables]:
+def _question(problem: Problem, policy: Policy, like: Call | None = None) -> tuple[Call, Host, Tables]:
+    """Return what is asked about a call; of one like an earlier one only the number of keys is new."""
+    tables = load(policy.tables)
+    if like is not None:
+        call = like.changed(seqlen_kv=problem.key.shape[2])
+        return call, host_of(*problem.device, tables.providers), tables
     check(problem)
     # The key of a call inside a transform does not contain what a dense mask was recognized as, and the masks
     # of a tracer have no values to read.
     recognize = policy.recognize and problem.transform is None and not problem.traced
-    tables = load(policy.tables)
     return call_of(problem, recognize=recognize), host_of(*problem.device, tables.providers), tables
 
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 
 from attnroute.engine.evaluate import ROUTE_SCOPES
 from attnroute.engine.quadratic import may_grow
-from attnroute.engine.repairs import apply
+from attnroute.engine.repairs import SUMS_LIMIT, apply
 from attnroute.engine.rounding import rounded_call
 from attnroute.memory import TABLES, cached
 from attnroute.question.call import Call, Context, Strides
 from attnroute.question.facts import FACTS, LENGTH_FACTS, Facts, Unknown, Varies, empty_rows_of
-from attnroute.question.nodes import DocumentsNode, WindowNode
+from attnroute.question.nodes import DocumentsNode, KeyPaddingNode, WindowNode
 from attnroute.question.normalize import normalize, recognized
 from attnroute.tables import conditions
 from attnroute.tables.costs import costs_of
@@ -89,9 +89,32 @@ def _mask(call: Call, facts: Facts) -> Hashable:
     if call.bias is None and facts["band_only"]:
         bands = [(n.left, n.right) if isinstance(n, WindowNode) else n.kind for n in call.mask]
         return (tuple(bands), facts["alignment"], empty_rows_of(call), sizes)
+    like = _at_few_keys(call)
+    return (_parts(call, facts) if like is None else _parts_at_few_keys(like), sizes)
+
+
+def _at_few_keys(call: Call) -> Call | None:
+    """Return a call with few keys of which `_parts` says the same; None where there may be none.
+
+    Padding whose counts nobody states is the same at every number of keys above that of queries.
+    """
+    is_padding = not [n for n in call.mask if not isinstance(n, KeyPaddingNode) or n.lengths is not None]
+    few = call.seqlen_q + 2
+    if not is_padding or call.bias is not None or call.context.dynamic or call.seqlen_kv < few:
+        return None
+    return call.changed(seqlen_kv=few) if call.batch * call.seqlen_kv <= SUMS_LIMIT else None
+
+
+@cached(256)
+def _parts_at_few_keys(call: Call) -> Hashable:
+    """Keep `_parts`, which takes hundreds of Python calls, for the steps of decoding."""
+    return _parts(call, Facts(call))
+
+
+def _parts(call: Call, facts: Facts) -> Hashable:
     nodes = tuple((n.kind, n.contiguous if isinstance(n, DocumentsNode) else None) for n in call.mask)
     rows = empty_rows_of(call.changed(bias=None)) if call.mask else None
-    return (tuple(facts[name] for name in _OTHER_FACTS), nodes, rows, sizes, _repaired(call, facts))
+    return (tuple(facts[name] for name in _OTHER_FACTS), nodes, rows, _repaired(call, facts))
 
 
 def _repaired(call: Call, facts: Facts) -> Hashable:

@@ -45,9 +45,13 @@ class Keeper:
 
     def fits(self, tensors: tuple[Tensor, ...]) -> bool:
         """Return whether these are the tensors that it keeps something of, unchanged."""
-        return len(tensors) == len(self._marks) and all(
-            mark.fits(t) for t, mark in zip(tensors, self._marks, strict=True)
-        )
+        if len(tensors) != len(self._marks):
+            return False
+        # Every call with a mask waits for this, so it is no generator.
+        for mark, tensor in zip(self._marks, tensors, strict=True):  # noqa: SIM110
+            if not mark.fits(tensor):
+                return False
+        return True
 
     def keep(self, what: Hashable, make: Callable[[], _T]) -> _T:
         """Return what was made before, or make it."""

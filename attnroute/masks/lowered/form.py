@@ -115,8 +115,10 @@ class LoweredMask:
     @property
     def is_band_only(self) -> bool:
         """True when there is nothing but a band (causal, window, or nothing at all)."""
-        tensors = (self.key_keep, self.document_ids_q, self.dense, self.diagonal)
-        return all(t is None for t in tensors) and not self.is_programmed
+        return (
+            self.key_keep is self.document_ids_q is self.dense is self.diagonal is None
+            and not self.is_programmed
+        )
 
     @property
     def is_programmed(self) -> bool:

@@ -150,7 +150,9 @@ class KeyPadding(Mask):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The counts or flags, where they are tensors."""
-        return tuple(t for t in (self.lengths, self.left, self.keep) if checks.is_tensor(t))
+        given = self.lengths if self.left is None else self.left
+        given = self.keep if given is None else given
+        return (given,) if checks.is_tensor(given) else ()
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the key padding node; counts only where that needs no wait for a device."""

@@ -1,0 +1,187 @@
+"""A call with another number of keys is described by an earlier one, and decided as if it were a new one."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import pytest
+import torch
+from support.reference import attend
+from support.spy import Spy
+
+import attnroute
+from attnroute.api import lengths, routes
+from attnroute.api.intake import take
+from attnroute.api.keys import key_of
+from attnroute.api.question import call_of
+from attnroute.api.records import Given
+from attnroute.api.validate import check
+from attnroute.errors import ArgumentError
+from attnroute.masks import Causal, KeyPadding
+from attnroute.question.policy import merge
+from attnroute.settings import current, policy_of
+
+LENGTHS = (1, 2, 3, 5, 64, 65, 128, 192, 193, 300)
+
+
+def tensors(
+    seqlen_kv, *, seqlen_q=1, heads=4, heads_kv=2, head_dim=16, dtype=torch.float32, batch=2, form=None
+):
+    query = torch.randn(batch, seqlen_q, heads, head_dim).transpose(1, 2).to(dtype)
+    keys = [torch.randn(batch, heads_kv, seqlen_kv, head_dim).to(dtype) for _ in range(2)]
+    if form == "tokens outermost":
+        keys = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in keys]
+    elif form == "part of a cache":
+        keys = [torch.cat([t, t], 2)[:, :, :seqlen_kv] for t in keys]
+    elif form == "not aligned":
+        keys = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in keys]
+    elif form == "one head for all":
+        keys = [t[:, :1].expand(-1, heads_kv, -1, -1) for t in keys]
+    return query, *keys
+
+
+def padding(seqlen_kv, batch=2, **options):
+    keep = torch.arange(seqlen_kv) >= torch.tensor([[0], [seqlen_kv // 2]])[:batch]
+    return KeyPadding(keep=keep, **options)
+
+
+def asked(given):
+    problem = take(given)
+    key = key_of(problem, current())
+    return problem, lengths.place_of(problem, key)
+
+
+VARIATIONS = {
+    "form": ("tokens outermost", "part of a cache", "not aligned", "one head for all"),
+    "seqlen_q": (2, 64),
+    "heads": (2, 8),
+    "heads_kv": (1, 4),
+    "head_dim": (8,),
+    "dtype": (torch.bfloat16,),
+    "batch": (1,),
+}
+OPTIONS = (
+    {},
+    {"scale": 2.0},
+    {"scale": -1.0},
+    {"softcap": 3.0},
+    {"sink": torch.randn(4)},
+    {"return_lse": True},
+    {"dropout_p": 0.1},
+    {"is_causal": True, "causal_alignment": "bottom_right"},
+    {"bias": torch.zeros(1)[None]},
+    {"window": (3, None), "causal_alignment": "bottom_right"},
+)
+MASKS = {
+    "none": lambda *_: None,
+    "padding": padding,
+    "finite padding": lambda n, batch: padding(n, batch, finite=True),
+    "lengths": lambda n, batch: KeyPadding(lengths=torch.full((batch,), n)),
+    "causal": lambda *_: Causal("bottom_right"),
+    "both": lambda n, batch: Causal("bottom_right") & padding(n, batch),
+    "tensor": lambda n, batch: padding(n, batch).keep[:, None, None],
+}
+
+
+def drawn():
+    shapes = [{}, *({name: value} for name, values in VARIATIONS.items() for value in values)]
+    for shape, (name, mask), grad, n in itertools.product(shapes, MASKS.items(), (False, True), LENGTHS):
+        for options in OPTIONS if not shape and name in ("none", "finite padding") else OPTIONS[:1]:
+            given = tensors(n, **shape)
+            if grad:
+                given = tuple(t.detach().requires_grad_() for t in given)
+            yield Given(*given, mask(n, shape.get("batch", 2)), **options)
+
+
+def test_what_calls_have_in_common_is_all_but_their_number_of_keys():
+    """Every description is that of any other call of the same place, with another number."""
+    seen, shared = {}, 0
+    for given in drawn():
+        problem, place = asked(given)
+        if place is None:
+            continue
+        check(problem)
+        call = call_of(problem, recognize=True)
+        first = seen.setdefault(place, call)
+        shared += first is not call
+        assert first.changed(seqlen_kv=call.seqlen_kv) == call
+    assert shared > 100
+
+
+@pytest.mark.parametrize("name", ["lengths", "causal", "both", "tensor"])
+def test_masks_in_which_the_number_takes_part_have_no_place(name):
+    assert asked(Given(*tensors(64), MASKS[name](64, 2)))[1] is None
+
+
+def test_what_a_check_would_refuse_has_no_place_or_is_refused():
+    attnroute.reset()
+    query, key, value = tensors(64)
+    for n in (64, 65):
+        attnroute.attention(*tensors(n), padding(n))
+    for wrong in (
+        (query, key, value[:, :, :-1], None),
+        (query, key, value, padding(63)),
+        (query, key[0], value, None),
+    ):
+        with pytest.raises(ArgumentError):
+            attnroute.attention(*wrong)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_steps_of_decoding_are_described_once_and_right(masked, monkeypatch):
+    attnroute.reset()
+    described = []
+    monkeypatch.setattr(routes, "call_of", lambda *a, **k: described.append(1) or call_of(*a, **k))
+    for n in range(60, 70):
+        given = tensors(n)
+        mask = padding(n, finite=True) if masked else None
+        out = attnroute.attention(*given, mask)
+        allowed = None if mask is None else mask.keep[:, None, None]
+        torch.testing.assert_close(out, attend(*given, allowed=allowed)[0].float(), rtol=1e-4, atol=1e-5)
+    assert len(described) == 1
+
+
+def calls_of(function, *args):
+    count = 0
+
+    def on_event(_frame, event, _arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(on_event)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(("masked", "most"), [(False, 90), (True, 340)])
+def test_a_step_takes_few_calls(masked, most):
+    def step(n):
+        given, mask = tensors(n), padding(n, finite=True) if masked else None
+        return calls_of(attnroute.attention, *given, mask)
+
+    for n in (200, 201):
+        step(n)
+    assert step(203) <= most
+
+
+def test_a_length_for_which_another_backend_is_chosen_has_a_route_of_its_own(monkeypatch):
+    """On the CPU nothing depends on a length, so something is made to."""
+    attnroute.reset()
+    chosen = routes.choices.chosen
+
+    def by_length(call, host, tables, policy):
+        if call.seqlen_kv >= 66:
+            policy = merge(policy, policy_of("a test", prefer="chunked", tables=policy.tables))
+        return chosen(call, host, tables, policy)
+
+    monkeypatch.setattr(routes.choices, "chosen", by_length)
+    with Spy() as spy:
+        for n in (64, 65, 66, 67, 65 + 128, 63):
+            attnroute.attention(*tensors(n))
+    flash, chunked = "aten::_scaled_dot_product_flash_attention_for_cpu", "attnroute::chunked"
+    ran = [operator for operator in spy.seen if operator in (flash, chunked)]
+    assert ran == [flash, flash, chunked, chunked, chunked, flash]
