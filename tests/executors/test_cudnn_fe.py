@@ -91,7 +91,7 @@ BANDS = {
 def test_bands_are_counted_as_the_operator_counts(case):
     (left, right), (seqlen_q, seqlen_kv), want, bottom_right = BANDS[case]
     request = request_of(None, seqlen_q, seqlen_kv, left=left, right=right)
-    got = cudnn_fe._settings(request, is_ragged=False)
+    got = cudnn_fe._settings(request, is_ragged=False)._asdict()
     assert {n: got[n] for n in want} == want
     assert got["causal_bottom_right"] is bottom_right
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from support import package_runs
 from support.cuda_problems import band, problem
+from support.kernel_names import names_of
 from support.package_runs import check, check_packed
+from support.reference import attend, error
 
-from attnroute import masks
+from attnroute import attention, masks
+from attnroute.memory import remembered, reset
 
 pytestmark = pytest.mark.gpu
 BACKEND = "cudnn_fe"
+GRAPHS = ("_forward_graph", "_backward_graph")
 LENGTHS = [50, 1, 0, 279, 0, 128]
 
 
@@ -81,6 +87,40 @@ def test_decoding(padded):
 def test_sinks(train):
     sink = torch.tensor([0.5, -2.0, 3.0, 0.0], device="cuda", requires_grad=train)
     check(BACKEND, problem(), is_causal=True, allowed=band(130, 130, None, 0), train=train, sink=sink)
+
+
+def test_padded_batches_run_graphs_without_the_operators():
+    """A graph that was built is executed again: with other values, on another stream, by another thread."""
+    given = {"is_causal": True, "backend": BACKEND}
+    reset()
+
+    def step(size=1.0):
+        inputs = [(t.detach() * size).requires_grad_() for t in problem()]
+        want, _ = attend(*inputs, allowed=band(130, 130, None, 0))
+        out = attention(*inputs, **given)
+        cotangent = torch.randn_like(out)
+        grads = torch.autograd.grad(out, inputs, cotangent)
+        wanted = torch.autograd.grad(want, inputs, cotangent.double())
+        torch.cuda.current_stream().synchronize()
+        assert error(out, want) <= 2e-2
+        for got, true in zip(grads, wanted, strict=True):
+            assert error(got, true.double(), floor=2.0) <= 4e-2
+
+    def on_a_stream():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            step()
+
+    for size in (1.0, 0.5):
+        step(size)
+    _, _, names = names_of(step)
+    assert f"attnroute::{BACKEND}_backward" in names
+    assert not any(name.startswith("cudnn::") for name in names), sorted(names)
+    on_a_stream()
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(on_a_stream) for _ in range(4)]:
+            future.result()
+    kept = {memory.owner: memory.size() for memory in remembered()}
+    assert [kept[f"executors.packages.cudnn_graph.{name}"] for name in GRAPHS] == [1, 1]
 
 
 @pytest.mark.parametrize("form", ["row gap", "bshd"])

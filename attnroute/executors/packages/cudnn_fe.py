@@ -7,8 +7,6 @@ well; the log-sum-exp is natural and includes sinks; a ragged backward wants it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnroute.executors import ragged
+from attnroute.executors.packages import cudnn_graph
 from attnroute.executors.packages.cudnn_band import (
     band_of,
     sink_gradient,
@@ -42,28 +41,62 @@ class _Kernel:
     heads_first = True
 
     def forward(self, request: Request) -> Launched:
-        """Launch `cudnn::sdpa_fwd`."""
-        run = _bound("sdpa_fwd", request.is_ragged, request.numbers)
-        given = _sequences(request)
-        if request.sink is not None:
-            given["sinks"] = request.sink.float()
-        # The operator has an autograd layer of Python, which records nothing here and costs the host time.
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = run(*_heads_first(request, *request[:3]), **given)
+        """Launch the forward."""
+        return self.bound(request).forward(request)
+
+    def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
+        """Launch the backward, which makes its weights from the log-sum-exp and so needs no sink."""
+        return self.bound(request).backward(request, result, grad_out)
+
+    def bound(self, request: Request) -> _Bound:
+        """Return both operators with all arguments but tensors."""
+        return _bound(request.is_ragged, request.numbers)
+
+
+class _Bound:
+    """`_Kernel` for requests with these numbers: a graph for padded batches, the operator for others."""
+
+    def __init__(self, is_ragged: bool, numbers: tuple[Any, ...]) -> None:
+        request = Request(*[None] * TENSORS, *numbers)  # type: ignore[arg-type]
+        self._settings = _settings(request, is_ragged=is_ragged)
+        lengths = {"max_seqlen_q": request.max_seqlen_q, "max_seqlen_kv": request.max_seqlen_kv}
+        self._arguments = {**self._settings._asdict(), **(lengths if is_ragged else {})}
+
+    def forward(self, request: Request) -> Launched:
+        sink = None if request.sink is None else request.sink.float()
+        tensors = _heads_first(request, *request[:3])
+        found = None if request.is_ragged else cudnn_graph.forward(self._settings, tensors, sink)
+        if found is None:
+            given = _sequences(request) if sink is None else {**_sequences(request), "sinks": sink}
+            # The operator has an autograd layer of Python, which records nothing here and costs time.
+            with torch._C._AutoDispatchBelowAutograd():
+                found = _operators().sdpa_fwd(*tensors, return_lse=True, **self._arguments, **given)
+        out, lse = found
         if not request.is_ragged:
             (out,) = _heads_first(request, out)
             return Launched(out, lse.squeeze(-1))
         return zero_unattended_rows(request, Launched(out, lse.squeeze(-1).T))
 
     def backward(self, request: Request, result: Launched, grad_out: Tensor) -> Gradients:
-        """Launch `cudnn::sdpa_bwd`, which makes its weights from the log-sum-exp and so needs no sink."""
         lse = without_minus_infinity(request, result.lse)
-        run = _bound("sdpa_bwd", request.is_ragged, request.numbers)
-        read = _heads_first(request, grad_out, *request[:3], result.out)
-        made = run(*read, _rows(request, lse), **_sequences(request))
+        rows, deterministic = _rows(request, lse), request.deterministic
+        grad, *tensors = _heads_first(request, grad_out, *request[:3], result.out)
+        made = None
+        if not request.is_ragged:
+            given = tuple(tensors)
+            made = cudnn_graph.backward(self._settings, given, rows, grad, deterministic=deterministic)
+        if made is None:
+            sums = _sequences(request)
+            run = _operators().sdpa_bwd
+            made = run(grad, *tensors, rows, is_deterministic=deterministic, **self._arguments, **sums)
         query, key, value = _heads_first(request, *made)
         grads = Gradients(query, key, value, sink_gradient(request, result.out, lse, grad_out))
         return zero_unattended_gradients(request, grads) if request.is_ragged else grads
+
+
+@cached(1024, INSTALLED)
+def _bound(is_ragged: bool, numbers: tuple[Any, ...]) -> _Bound:
+    return _Bound(is_ragged, numbers)
 
 
 def _heads_first(request: Request, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -80,31 +113,16 @@ def _rows(request: Request, lse: Tensor) -> Tensor:
     return ragged.per_sequence(lse, request.cu_seqlens_q, request.max_seqlen_q)
 
 
-@cached(1024, INSTALLED)
-def _bound(operator: str, is_ragged: bool, numbers: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return an operator with all arguments but tensors."""
-    request = Request(*[None] * TENSORS, *numbers)  # type: ignore[arg-type]
-    settings = _settings(request, is_ragged=is_ragged)
-    if operator == "sdpa_fwd":
-        settings["return_lse"] = True
-    else:
-        settings["is_deterministic"] = request.deterministic
-    return partial(getattr(_operators(), operator), **settings)
-
-
-def _settings(request: Request, *, is_ragged: bool) -> dict[str, Any]:
+def _settings(request: Request, *, is_ragged: bool) -> cudnn_graph.Settings:
     """Return the arguments that both operators have and that are no tensors."""
     band = band_of(request, is_ragged=is_ragged)
-    settings = {
-        "attn_scale": request.scale,
-        "is_causal": band.right == 0,
-        "causal_bottom_right": band.bottom_right,
-        "window_left": _OPEN if band.left is None else band.left + 1,
-        "window_right": band.right or _OPEN,
-    }
-    if is_ragged:
-        settings |= {"max_seqlen_q": request.max_seqlen_q, "max_seqlen_kv": request.max_seqlen_kv}
-    return settings
+    return cudnn_graph.Settings(
+        attn_scale=request.scale,
+        is_causal=band.right == 0,
+        causal_bottom_right=band.bottom_right,
+        window_left=_OPEN if band.left is None else band.left + 1,
+        window_right=band.right or _OPEN,
+    )
 
 
 def _sequences(request: Request) -> dict[str, Any]:
