@@ -94,6 +94,10 @@ class Audit:
         self._archs = archs(tables)
         self._judge = Judge(tables, "fa4", grid())
 
+    def versions(self) -> list[str]:
+        """Return the published releases that the tables know, the newest first."""
+        return packages.released(PACKAGE, self._tables.backends["fa4"].versions_known[PACKAGE])
+
     def release(self, version: str) -> Comparison:
         """Compare one release.
 

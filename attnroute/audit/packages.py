@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from attnroute.errors import AttnRouteError, shortened
+from attnroute.tables.versions import contains
 
 _SECONDS: Final = 600
 _LISTED: Final = re.compile(r"^Available versions: (.+)$", re.MULTILINE)
@@ -49,6 +50,20 @@ def published(name: str) -> tuple[str, ...]:
     if _NOT_THERE in done.stderr and not _NO_NETWORK.search(done.stderr):
         return ()
     raise _error(f"`pip index versions {name}`", "an index that answers", done)
+
+
+def released(name: str, ranges: str | list[str]) -> list[str]:
+    """Return the published versions of a distribution inside a range, or one of several, newest first.
+
+    Raises:
+        PackageError: There are none, or pip cannot say.
+    """
+    inside = [version for version in published(name) if contains(ranges, name, version)]
+    if not inside:
+        raise PackageError(
+            f"an audit requires a release of {name} in {ranges}; pip finds none; pass --version."
+        )
+    return inside
 
 
 def _version(text: str) -> Version:

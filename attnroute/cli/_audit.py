@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FOUND_WRONG: Final = 1
 FRESH: Final = "fresh"
-RELEASES: Final = ("fa4",)
+RELEASES: Final = ("fa4", "torch")
 """Audits that run the code of releases; `attnroute.audit.<name>` has each."""
 _SHOWN: Final = 20
 
@@ -79,10 +79,10 @@ def _state_lines(state: State) -> list[str]:
 
 
 def _releases(args: argparse.Namespace, tables: Tables) -> int:
-    """Run the code of releases with stand-ins beside the tables."""
+    """Hold the tables against releases, one line each; of one alone also the rows that are stricter."""
     module = import_module(f"attnroute.audit.{args.of}")
-    versions = args.version or _known(module.PACKAGE, args.of, tables, every=args.all)
     audit = module.Audit(tables)
+    versions = args.version or (audit.versions() if args.all else audit.versions()[:1])
     wrong = 0
     for version in versions:
         found: Comparison = audit.release(version)
@@ -96,25 +96,11 @@ def _releases(args: argparse.Namespace, tables: Tables) -> int:
     return FOUND_WRONG if wrong else 0
 
 
-def _known(package: str, backend: str, tables: Tables, *, every: bool) -> list[str]:
-    """Return published releases inside of what the tables know, the newest first."""
-    from attnroute.audit.packages import published
-    from attnroute.tables.versions import contains
-
-    ranges = tables.backends[backend].versions_known[package]
-    inside = [version for version in published(package) if contains(ranges, package, version)]
-    if not inside:
-        raise ArgumentError(
-            f"the audit requires a release of {package} in {ranges}; pip finds none; pass --version."
-        )
-    return inside if every else inside[:1]
-
-
 def _counts(found: Comparison) -> str:
     undecided = found.undecided.total()
     total = found.agree + len(found.loose) + len(found.strict) + undecided
     counts = f"{found.agree} judged alike, {len(found.loose)} too loose, {len(found.strict)} stricter"
-    return f"{total} calls, {counts}" + (f", {undecided} undecided" if undecided else "")
+    return f"{total} answers, {counts}" + (f", {undecided} undecided" if undecided else "")
 
 
 def _loose(found: list[Difference]) -> list[str]:

@@ -6,102 +6,46 @@ stands in `data/deviations.json` and in docs/deviations.md.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from attnroute.engine.evaluate import STOCK_SCOPES, Form, Prepared, outcomes_of
-from attnroute.question.call import Call
-from attnroute.question.host import Host
+from attnroute.audit.torch import BACKENDS, Judge, recorded
+from attnroute.cli import main
 from attnroute.tables.load import load
-from attnroute.tables.versions import contains
 
 DATA = Path(__file__).parent / "data"
 DEVIATIONS_PAGE = Path(__file__).parents[2] / "docs" / "deviations.md"
-BACKENDS = ("flash", "cudnn", "efficient")
 NOT_OF_TORCH = ("math", "chunked", "flex", "fa2", "fa3", "fa4", "cudnn_fe", "te", "triton")
 """Beginnings of the files about what torch's selector does not choose, or never refuses."""
 TABLES = load()
-RECORDS = [
-    json.loads(line)
-    for line in gzip.decompress((DATA / "torch_acceptance.jsonl.gz").read_bytes())
-    .decode("utf-8")
-    .splitlines()
-]
-CALLS = {
-    name: Call.model_validate(case["call"])
-    for name, case in json.loads((DATA / "torch_acceptance_calls.json").read_text(encoding="utf-8")).items()
-}
-FORMS = {name: Form(call) for name, call in CALLS.items()}
+RECORDS, CALLS = recorded(DATA)
 DEVIATIONS = json.loads((DATA / "deviations.json").read_text(encoding="utf-8"))
-RELEASES = sorted({record["torch"] for record in RECORDS})
-LETTERS = {True: "y", False: "n"}
-
-
-@cache
-def has_features(arch, backend, name):
-    answers = TABLES.features(arch, backend)
-    return all(answers[need].answer.value is True for need in FORMS[name].features)
-
-
-@cache
-def active_rows(host, backend):
-    """The limit rows of torch's selector that hold for these versions; few hosts differ in them."""
-    return tuple(
-        row
-        for row in TABLES.rules(host.arch, backend)
-        if row.rule.kind == "limit"
-        and row.rule.scope in STOCK_SCOPES
-        and all(contains(ranges, dist, host.versions[dist]) for dist, ranges in row.rule.versions.items())
-    )
-
-
-class Judge:
-    """Answers one call under one set of rows once, whichever hosts have that set."""
-
-    def __init__(self):
-        self.known = {}
-
-    def accepts(self, name, host, backend):
-        rows = active_rows(host, backend)
-        key = (name, tuple(row.id for row in rows))
-        if key not in self.known:
-            prepared = Prepared(backend, host, TABLES.backends[backend], rows)
-            self.known[key] = not {"fail", "unknown"} & set(outcomes_of(prepared, FORMS[name]))
-        return self.known[key] and has_features(host.arch, backend, name)
-
-
-JUDGE = Judge()
-
-
-def key_of(record, name, backend):
-    return {
-        "torch": record["torch"],
-        "cudnn": record["cudnn"],
-        "arch": record["arch"],
-        "case": name,
-        "backend": backend,
-    }
+RELEASES = sorted({record.torch for record in RECORDS})
 
 
 def differences(records):
     """Every recorded answer that the tables do not give, as the keys of data/deviations.json."""
-    found = []
-    for record in records:
-        host = Host(arch=record["arch"], versions={"torch": record["torch"], "cudnn": record["cudnn"]})
-        for name, letters in record["cases"].items():
-            for backend, letter in zip(BACKENDS, letters, strict=True):
-                if LETTERS[JUDGE.accepts(name, host, backend)] != letter:
-                    found.append({**key_of(record, name, backend), "recorded": letter})
-    return found
+    judge = Judge(TABLES, CALLS)
+    return [
+        {
+            "torch": record.torch,
+            "cudnn": record.cudnn,
+            "arch": record.arch,
+            "case": answer.case,
+            "backend": answer.backend,
+            "recorded": "y" if answer.accepted else "n",
+        }
+        for record in records
+        for answer in judge.answers(record)
+        if answer.accepted == bool(answer.rows)
+    ]
 
 
 def test_the_recordings_are_all_here():
-    answers = sum(len(record["cases"]) for record in RECORDS) * len(BACKENDS)
+    answers = sum(len(record.cases) for record in RECORDS) * len(BACKENDS)
     assert (len(RECORDS), len(CALLS), answers) == (1176, 124, 157356)
 
 
@@ -109,7 +53,7 @@ def test_the_recordings_are_all_here():
 def test_release_accepts_what_the_tables_say(release):
     """A deviation that is listed must be there, and none that is not."""
     listed = [{k: v for k, v in d.items() if k != "because"} for d in DEVIATIONS if d["torch"] == release]
-    found = differences(record for record in RECORDS if record["torch"] == release)
+    found = differences(record for record in RECORDS if record.torch == release)
     assert found == listed
 
 
@@ -120,11 +64,9 @@ def test_a_row_that_is_taken_away_is_missed(monkeypatch):
     def fewer(arch, backend):
         return tuple(row for row in rows(arch, backend) if row.rule.name != "head-dim-max")
 
-    record = next(r for r in RECORDS if r["torch"] == "2.11.0+cu130" and r["arch"] == "sm_80")
-    active_rows.cache_clear()
+    record = next(r for r in RECORDS if r.torch == "2.11.0+cu130" and r.arch == "sm_80")
     monkeypatch.setattr(type(TABLES), "rules", lambda _, arch, backend: fewer(arch, backend))
     cases = {d["case"] for d in differences([record]) if d["backend"] == "flash"}
-    active_rows.cache_clear()
     assert {"D264", "D320", "D512"} <= cases
 
 
@@ -149,3 +91,24 @@ def test_the_page_lists_every_row_that_differs_from_torch():
     }
     listed = re.findall(r"^\| `([^`]+)` \|", DEVIATIONS_PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert sorted(listed) == sorted(differing)
+
+
+def test_the_audit_says_how_many_answers_agree(capsys):
+    assert main(["tables", "audit", "torch", "--version", "2.11.0+cu130"]) == 0
+    assert re.search(
+        r"^torch 2.11.0\+cu130: (\d+) answers, \1 judged alike, 0 too loose", capsys.readouterr().out
+    )
+
+
+def test_the_audit_names_calls_that_the_tables_accept_and_torch_refuses(monkeypatch, capsys):
+    rows = type(TABLES).rules
+    fewer = lambda self, *at: tuple(row for row in rows(self, *at) if row.rule.name != "head-dim-max")  # noqa: E731
+    monkeypatch.setattr(type(TABLES), "rules", fewer)
+    assert main(["tables", "audit", "torch", "--version", "2.11.0+cu130"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "too loose sm_80: fp16 b2 hq8 hkv8 sq128 skv128 d264: flash refuses D264 with cuDNN" in said
+
+
+def test_the_audit_asks_for_a_release_that_was_recorded(capsys):
+    assert main(["tables", "audit", "torch", "--version", "1.0"]) == 2
+    assert "requires a release that was recorded (2.10.0+cu128" in capsys.readouterr().err
