@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attnroute.audit.standins import UNDECIDED
 from attnroute.engine.evaluate import Form, Prepared, prepared, versions_known_id
@@ -13,6 +13,7 @@ from attnroute.engine.select import Judgement
 from attnroute.question.call import Call
 from attnroute.question.host import Host
 from attnroute.question.line import render
+from attnroute.question.nodes import CausalNode, WindowNode
 from attnroute.question.policy import Policy
 from attnroute.tables.folders import Tables
 
@@ -98,3 +99,27 @@ class Judge:
         outside = versions_known_id(self._backend)
         refusing = tuple(row for row, *_ in final.blocking if row != outside)
         return Opinion(refusing, form.call if refusing else final.form.call)
+
+
+def question(call: Call) -> dict[str, Any]:
+    """Return a call in the words of the processes that ask releases."""
+    band = next((node for node in call.mask if isinstance(node, CausalNode | WindowNode)), None)
+    return {
+        "dtype": call.dtype,
+        "b": call.batch,
+        "hq": call.num_heads_q,
+        "hkv": call.num_heads_kv,
+        "sq": call.seqlen_q,
+        "skv": call.seqlen_kv,
+        "d": call.head_dim_qk,
+        "dv": call.head_dim_v,
+        "ragged": call.layout == "thd",
+        "training": call.phase == "training",
+        "causal": isinstance(band, CausalNode),
+        "window_size_left": band.left if isinstance(band, WindowNode) else None,
+        "window_size_right": band.right if isinstance(band, WindowNode) else None,
+        "bottom_right": band is not None and band.alignment == "bottom_right",
+        "softcap": call.softcap,
+        "sink": call.sink,
+        "deterministic": call.deterministic,
+    }

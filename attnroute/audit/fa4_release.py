@@ -9,7 +9,6 @@ of itself (`can_implement`) is asked too.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
 from importlib import import_module
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from attnroute.audit.standins import StandIn, install, problem_of
+from attnroute.audit.standins import StandIn, answer_all, install, problem_of
 from attnroute.audit.tensors import DTYPES, Tensor, empty, torch_names
 
 _MULTIPROCESSORS: Final = 132
@@ -110,9 +109,7 @@ class Release:
                 multi_processor_count=_MULTIPROCESSORS
             ),
             "torch.cuda.is_available": lambda: False,
-            "torch.compiler.is_compiling": lambda: False,
             "torch._guards.active_fake_mode": lambda: None,
-            "torch.version.cuda": "13.0",
             "cutlass.__file__": "",
             "cutlass.cute.arch.WARP_SIZE": 32,
             "cutlass.const_expr": lambda value: value,
@@ -196,12 +193,5 @@ def _tensors(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, dict[str, An
     return query, key, value, {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, **numbers}
 
 
-def main(folder: str) -> None:
-    """Answer until there is no more."""
-    release = Release(Path(folder))
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(release.answer(json.loads(line))) + "\n")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    answer_all(Release(Path(sys.argv[1])).answer)

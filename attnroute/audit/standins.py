@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import json
 import linecache
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -25,17 +26,19 @@ class UndecidedError(Exception):
     """The program asked a stand-in for a truth or a number."""
 
 
-def _named(name: str) -> Any:
-    return _GIVEN[name] if name in _GIVEN else StandIn(name)
+def _named(owner: str, name: str) -> Any:
+    """Return what is decided about a name of a stand-in, or a stand-in; Python's own names are not had."""
+    full = f"{owner}.{name}"
+    if full not in _GIVEN and name.startswith("__"):
+        raise AttributeError(name)
+    return _GIVEN[full] if full in _GIVEN else StandIn(full)
 
 
 class _Derived(type):
     """The type of classes that derive from a stand-in: what they do not define is one."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _named(f"{cls.__name__}.{name}")
+        return _named(cls.__name__, name)
 
 
 class _Base(metaclass=_Derived):
@@ -49,9 +52,7 @@ class StandIn:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__file__":
-            raise AttributeError(name)
-        found = _named(f"{self._name}.{name}")
+        found = _named(self._name, name)
         setattr(self, name, found)
         return found
 
@@ -61,7 +62,7 @@ class StandIn:
         return args[0] if is_decorator else StandIn(f"{self._name}()")
 
     def __getitem__(self, key: object) -> Any:
-        return StandIn(f"{self._name}[]")
+        return StandIn(f"{self._name}[{key!r}]")
 
     def __setitem__(self, key: object, value: object) -> None:
         """Forget it."""
@@ -102,9 +103,7 @@ class Module(types.ModuleType):
     __path__: list[str] = []  # noqa: RUF012 - every module of them is a package, with nothing in its folder
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__file__":
-            raise AttributeError(name)
-        found = _named(f"{self.__name__}.{name}")
+        found = _named(self.__name__, name)
         setattr(self, name, found)
         return found
 
@@ -160,5 +159,11 @@ def problem_of(error: Exception) -> str:
     what = str(error).partition("\n")[0] or line
     said = f"{Path(code.co_filename).name} {code.co_name}: {type(error).__name__}: {what}".rstrip()
     is_of_the_program = isinstance(error, _OF_THE_PROGRAM) or line.startswith("raise ")
-    is_refusal = is_of_the_program and not isinstance(error, UndecidedError)
-    return said if is_refusal else f"{UNDECIDED}{said}"
+    is_ours = Path(code.co_filename).parent == Path(__file__).parent
+    return said if is_of_the_program and not is_ours else f"{UNDECIDED}{said}"
+
+
+def answer_all(answer: Callable[[dict[str, Any]], str]) -> None:
+    """Answer questions, a line of JSON each, until there are no more."""
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")

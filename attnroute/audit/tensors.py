@@ -182,6 +182,12 @@ def empty_like(other: Tensor, dtype: Dtype | None = None, **_: object) -> Tensor
     return Tensor(other.shape, dtype or other.dtype)
 
 
+def _as_operator(function: Any) -> Any:
+    """Leave a function as it is, with what may be registered of an operator."""
+    function.register_fake = function.register_autograd = lambda *_, **__: None
+    return function
+
+
 def torch_names() -> dict[str, object]:
     """Return the names of torch that have a meaning here, by dotted name."""
     made = dict.fromkeys(("empty", "zeros", "ones"), empty)
@@ -195,5 +201,8 @@ def torch_names() -> dict[str, object]:
         "device": Device,
         "is_tensor": lambda value: isinstance(value, Tensor),
         "is_grad_enabled": lambda: False,
+        "compiler.is_compiling": lambda: False,
+        "library.custom_op": lambda *_, **__: _as_operator,
+        "version.cuda": "13.0",
     }
     return {f"torch.{name}": value for name, value in names.items()}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FOUND_WRONG: Final = 1
 FRESH: Final = "fresh"
-RELEASES: Final = ("fa4", "torch")
+RELEASES: Final = ("fa4", "te", "torch")
 """Audits that run the code of releases; `attnroute.audit.<name>` has each."""
 _SHOWN: Final = 20
 
