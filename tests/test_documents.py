@@ -202,7 +202,7 @@ def test_commands_of_pages_run(words, tmp_path, monkeypatch, capsys):
 
 def test_options_of_the_command_line(capsys):
     text = section("The command line")
-    told = text[: text.index("Not built")]
+    told = text[: text.index("Exit codes")]
     helps = {}
     for command in COMMANDS:
         with pytest.raises(SystemExit):

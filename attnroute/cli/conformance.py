@@ -55,6 +55,8 @@ def _parser() -> Parser:
         "--out", type=Path, default=Path("conformance.json"), metavar="REPORT", help="conformance.json"
     )
     parser.add_argument("--processes", type=_count, metavar="N", help="how many work side by side")
+    parser.add_argument("--fuzz", type=_count, metavar="N", help="run so many drawn calls instead of rows")
+    parser.add_argument("--seed", type=int, default=0, help="of drawn calls; 0")
     parser.add_argument(
         "--dry-run", action="store_true", help="list the calls, running nothing; needs no GPU"
     )
@@ -100,11 +102,7 @@ def _plan(args: argparse.Namespace, tables: Tables, host: Host) -> list[Points]:
     """
     from attnroute.conformance.campaign import planned
 
-    if args.backend is not None and args.backend not in tables.backends:
-        near = did_you_mean(args.backend, tables.backends) or "."
-        required = f"one of {', '.join(tables.backends)}"
-        raise ArgumentError(f"--backend requires {required}; got {quoted(args.backend)}{near}")
-    backends = [args.backend] if args.backend else list(tables.backends)
+    backends = _backends(args, tables)
     plan = planned(tables, host, backends, args.rule)
     if not plan:
         known = {row.id for backend in backends for row in tables.rules(host.arch, backend) or ()}
@@ -114,6 +112,17 @@ def _plan(args: argparse.Namespace, tables: Tables, host: Host) -> list[Points]:
             f"attnroute conformance requires a row that applies to {host.arch}; got {got}{near}"
         )
     return plan
+
+
+def _backends(args: argparse.Namespace, tables: Tables) -> tuple[str, ...]:
+    """Return the backend that is named, or all."""
+    if args.backend is None:
+        return tuple(tables.backends)
+    if args.backend not in tables.backends:
+        near = did_you_mean(args.backend, tables.backends) or "."
+        required = f"one of {', '.join(tables.backends)}"
+        raise ArgumentError(f"--backend requires {required}; got {quoted(args.backend)}{near}")
+    return (args.backend,)
 
 
 def _dry_run(args: argparse.Namespace, tables: Tables) -> int:
@@ -142,8 +151,10 @@ def _rows(args: argparse.Namespace, tables: Tables) -> int:
     from attnroute.conformance.pool import Pool
     from attnroute.question.host import device_of
 
-    plan = _plan(args, tables, host)
     count = args.processes or processes(device_of(host.arch))
+    if args.fuzz is not None:
+        return _drawn(args, tables, host, count)
+    plan = _plan(args, tables, host)
     print(f"on {host_line(host)}, {len(plan)} rows, {count} processes", flush=True)
     campaign = Campaign(args.out, host, _say, resume=args.resume)
     try:
@@ -155,6 +166,32 @@ def _rows(args: argparse.Namespace, tables: Tables) -> int:
     report = campaign.report(plan)
     _summary(report, args.out)
     return FOUND_WRONG if any(entry.verdict == "too loose" for entry in report.entries) else 0
+
+
+def _drawn(args: argparse.Namespace, tables: Tables, host: Host, count: int) -> int:
+    """Run drawn calls; 1 where one failed."""
+    from attnroute.conformance.campaign import report_of
+    from attnroute.conformance.draw import jobs
+    from attnroute.conformance.fuzz import fuzz
+    from attnroute.conformance.pool import Pool
+
+    began = time.monotonic()
+    print(f"on {host_line(host)}, {args.fuzz} calls of seed {args.seed}, {count} processes", flush=True)
+    backends = _backends(args, tables)
+    try:
+        found = fuzz(
+            jobs(tables, host, backends, args.fuzz, args.seed), Pool(count, began + args.budget), _say
+        )
+    except KeyboardInterrupt:
+        print("interrupted")
+        return INTERRUPTED
+    report_of(host, began, drawn=found).write(args.out)
+    for result in found.failures:
+        print(f"{result.outcome.status}: {result.outcome.said}\n    {result.command}")
+    print(", ".join(f"{number} {status}" for status, number in found.counts.items()))
+    print(", ".join(f"{backend} {number} right" for backend, number in sorted(found.right.items())))
+    print(f"in {args.out}, after {time.monotonic() - began:.0f} s")
+    return FOUND_WRONG if found.failures else 0
 
 
 def _say(line: str) -> None:

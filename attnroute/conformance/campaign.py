@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
@@ -116,13 +116,7 @@ class Campaign:
 
     def report(self, plan: list[Points]) -> Report:
         """Write the report, and return it."""
-        report = Report(
-            date=datetime.now(tz=UTC).date().isoformat(),
-            host=self.host.lasting,
-            driver=driver() if self.host.arch != "cpu" else "",
-            seconds=round(time.monotonic() - self._began, 1),
-            entries=tuple(self.entries(plan)),
-        )
+        report = report_of(self.host, self._began, entries=tuple(self.entries(plan)))
         report.write(self.path)
         return report
 
@@ -168,6 +162,23 @@ class Campaign:
         if not self._lines.read_text(encoding="utf-8").endswith("\n"):
             with self._lines.open("a", encoding="utf-8") as file:
                 file.write("\n")
+
+
+def report_of(host: Host, began: float, **found: Any) -> Report:
+    """Return a report about a machine.
+
+    Args:
+        host: The machine.
+        began: When, as `time.monotonic` says it.
+        **found: Its entries, or what came of drawn calls.
+    """
+    return Report(
+        date=datetime.now(tz=UTC).date().isoformat(),
+        host=host.lasting,
+        driver=driver() if host.arch != "cpu" else "",
+        seconds=round(time.monotonic() - began, 1),
+        **found,
+    )
 
 
 def driver() -> str:

@@ -45,7 +45,7 @@ def changed(call: Call, field: str, value: Any) -> Iterator[Call]:
     change = _CHANGES.get(field)
     found = change(call, value) if change is not None else [{field: value}] if field in _FIELDS else []
     for fields in found:
-        made = _made(call, fields)
+        made = made_of(call, fields)
         if made is not None and made != call:
             yield made
 
@@ -86,7 +86,7 @@ def _near(values: list[Any]) -> list[Any]:
     return list(dict.fromkeys(value + step for step in steps for value in at if value + step >= 0))
 
 
-def _made(call: Call, fields: Changes) -> Call | None:
+def made_of(call: Call, fields: Changes) -> Call | None:
     """Return a call with other fields, masks and biases cut to its sizes; None where the parts do not fit."""
     try:
         made = call.with_(**fields)
@@ -392,6 +392,6 @@ def smaller(call: Call) -> Iterator[Call]:
             for width in (8, 64, call.head_dim_qk):
                 sizes = {"seqlen_q": lengths[0], "seqlen_kv": lengths[1]}
                 dims = {"head_dim_qk": width, "head_dim_v": width}
-                made = _made(call, {**fields, **sizes, **dims})
+                made = made_of(call, {**fields, **sizes, **dims})
                 if made is not None:
                     yield made

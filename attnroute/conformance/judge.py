@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final, cast
 import torch
 from torch import Tensor
 
-from attnroute.api.attention import attention
 from attnroute.tuning import gate
+from attnroute.tuning.reference import attend
 
 if TYPE_CHECKING:
     from attnroute.question.call import Call
@@ -56,11 +56,9 @@ def _of_rounding(problem: Problem, call: Call, want: dict[str, Tensor]) -> dict[
         key=keys.detach(),
         value=keys,
         return_lse=False,
-        backend="math",
-        dropout_p=0.0,
     )
     given = given._replace(bias=given.bias.detach() if isinstance(given.bias, Tensor) else given.bias)
-    mixed = cast("Tensor", attention(**given._asdict()))
+    mixed = cast("Tensor", attend(**given._asdict()))
     (of_key,) = torch.autograd.grad(mixed, keys, shift * given.query)
     errors = {"query": scale * shift * mixed.detach(), "key": scale * of_key}
     return {n: _SLACK * gate.error(want[n].double() + e, want[n].double(), 0.0) for n, e in errors.items()}

@@ -24,6 +24,8 @@ LIMIT: Final = {"cpu": 300.0, "cuda": 120.0}
 """Seconds after which a trial counts as hung: a first call may compile for half a minute."""
 _FAILURES_SHOWN: Final = 3
 """So many failures inside of a row tell enough."""
+_LEAVE: Final = 2.0
+"""Seconds in which a process may end by itself, so that it leaves nothing behind."""
 _KEPT_BYTES: Final = 2**31
 """Device memory that a process keeps between two trials."""
 _THREADS: Final = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -36,14 +38,15 @@ class Job(NamedTuple):
     Attributes:
         key: What it is remembered under.
         group: Jobs of one group run in the same processes where that goes: they share what is compiled.
-        side: "outside": it ends with the first failure, and with it the process; "inside": failures are few.
+        side: "outside": it ends with the first failure, and with it the process; "inside": failures are few;
+            "drawn": each trial is by itself, and whose kernel ran is told by the route.
         trials: What is run.
         alone: It takes much memory.
     """
 
     key: str
     group: str
-    side: Literal["inside", "outside"]
+    side: Literal["inside", "outside", "drawn"]
     trials: tuple[Trial, ...]
     alone: bool = False
 
@@ -59,17 +62,18 @@ class Worker:
         self._process: Any = None
         self._connection: Connection | None = None
 
-    def ask(self, trial: Trial, limit: float) -> Outcome:
-        """Run one trial in the process."""
+    def ask(self, trial: Trial, limit: float, *, look: bool = True) -> Outcome:
+        """Run one trial in the process; `look` at a profile of it."""
         connection = self._started()
         began = time.monotonic()
         try:
-            connection.send(trial)
+            connection.send((trial, look))
             outcome = connection.recv() if connection.poll(limit) else None
         except (EOFError, OSError):
             self._process.join()
             outcome = Outcome(status="crashed", said=_end(self._process.exitcode))
         if outcome is None:
+            self._process.kill()
             outcome = Outcome(status="hung", said=f"nothing came of it in {limit:g} s")
         if outcome.status in ("crashed", "hung"):
             self.end()
@@ -81,6 +85,7 @@ class Worker:
         if self._process is not None:
             with suppress(OSError):
                 self._connection.close()  # type: ignore[union-attr]
+            self._process.join(_LEAVE)
             self._process.kill()
             self._process.join()
         self._process = self._connection = None
@@ -167,19 +172,21 @@ class Pool:
 def run_job(worker: Worker, job: Job) -> Results:
     """Run the trials of a job until they tell enough."""
     found: list[tuple[Trial, Outcome]] = []
-    is_spoilt = False
+    # What runs outside of its limits may write anywhere, and leave behind what later calls stumble over.
+    is_spoilt = job.side == "outside"
     for trial in job.trials:
-        outcome = worker.ask(trial, LIMIT[trial.device])
+        outcome = worker.ask(trial, LIMIT[trial.device], look=job.side != "drawn")
         found.append((trial, outcome))
+        if job.side == "drawn":
+            continue
         failures = sum(o.status in FAILURES for _, o in found)
-        is_spoilt |= outcome.launched and (job.side == "outside" or failures > 0)
+        is_spoilt |= failures > 0
         if failures >= (1 if job.side == "outside" else _FAILURES_SHOWN) or outcome.status in (
             "crashed",
             "hung",
         ):
             break
     if is_spoilt:
-        # What ran outside of its limits may have written anywhere.
         worker.end()
     return tuple(found)
 
@@ -214,7 +221,8 @@ def _serve(connection: Connection, settings: dict[str, str]) -> None:
     torch.set_num_threads(1)
     with suppress(EOFError, KeyboardInterrupt):
         while True:
-            connection.send(run(connection.recv()))
+            trial, look = connection.recv()
+            connection.send(run(trial, look=look))
             if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT_BYTES:
                 torch.cuda.empty_cache()
 

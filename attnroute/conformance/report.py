@@ -61,10 +61,21 @@ class Entry(Plain):
     inside: tuple[Result, ...] = ()
     outside: tuple[Result, ...] = ()
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether both sides were tried and agree, or the only one that there is."""
-        return self.verdict == "holds"
+
+class Drawn(Plain):
+    """What came of drawn calls.
+
+    Attributes:
+        counts: Trials by status.
+        right: Those that were right, by the backend that ran.
+        untested: Why calls were not run, the most frequent reasons with their counts.
+        failures: The simplest call of each kind of failure.
+    """
+
+    counts: dict[str, int]
+    right: dict[str, int]
+    untested: dict[str, int] = Field(default_factory=dict)
+    failures: tuple[Result, ...] = ()
 
 
 class Report(Plain):
@@ -78,6 +89,7 @@ class Report(Plain):
         driver: The version of the card's driver; empty without one.
         seconds: What the run took; of one that went on from another, its own part.
         entries: One for each row and backend.
+        drawn: What came of drawn calls.
     """
 
     format: Literal[1] = 1
@@ -87,6 +99,7 @@ class Report(Plain):
     driver: str = ""
     seconds: float = 0.0
     entries: tuple[Entry, ...] = Field(default=())
+    drawn: Drawn | None = None
 
     @classmethod
     def read(cls, path: Path) -> Self:

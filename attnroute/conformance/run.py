@@ -72,6 +72,8 @@ def _run(trial: Trial, *, look: bool) -> Outcome:
     want = gate.truth(problem, call)
     if trial.values == "garbage":
         values.spoil(problem, call)
+    if trial.past and not _rejects(_decided(problem, trial.backend), trial):
+        return Outcome(status="untested", said=f"made again, {trial.past[0]} lets it pass", launched=False)
     with past(trial.past):
         decision = _decided(problem, trial.backend)
         if decision.selected is None:
@@ -125,6 +127,13 @@ def _decided(problem: Problem, backend: str | None) -> Decision:
     policy = merge(settings.current(), Policy(tuning=False))
     policy = policy if backend is None else merge(policy, Policy(require=backend))
     return routes.decision_of(take(problem.given), policy)
+
+
+def _rejects(decision: Decision, trial: Trial) -> bool:
+    """Return whether the first row that is lifted keeps the call from its backend, made again as it is."""
+    verdicts = [verdict for verdict in decision.verdicts if verdict.backend == trial.backend]
+    found = [f for v in verdicts for f in v.findings if f.rule == trial.past[0]]
+    return any(f.outcome == "fail" or f.repaired_by for f in found)
 
 
 def _rejected(decision: Decision, backend: str | None) -> str:

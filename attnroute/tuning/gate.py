@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnroute.api.attention import attention
-from attnroute.errors import NoBackendError
+from attnroute.tuning.reference import attend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ TOLERANCE: Final = {"float64": 1e-6, "float32": 2e-3, "float16": 0.01, "bfloat16
 """Largest relative error: some roundings of the dtype. A wrong kernel is off by a tenth and more."""
 _COARSE: Final = 0.3
 """The same for dtypes of eight bits."""
-_FEW_SCORES: Final = {"cpu": 2**23, "cuda": 2**27}
+_FEW_SCORES: Final = {"cpu": 2**23, "cuda": 2**26}
 """Up to so many scores the truth is float64 by the definition, which holds all of them."""
 _WIDE: Final = 2**26
 """Up to so many elements are compared in float64."""
@@ -38,15 +38,15 @@ class Sizes(NamedTuple):
     value: float = 1.0
 
 
-def run(problem: Problem, backend: str | None, attend: Callable[..., Any] = attention) -> dict[str, Tensor]:
+def run(problem: Problem, backend: str | None, way: Callable[..., Any] = attention) -> dict[str, Tensor]:
     """Return what a backend gives: "output", perhaps "log-sum-exp", and the gradients by their leaves.
 
     Args:
         problem: The call.
         backend: Who must run it; None = who is chosen.
-        attend: Makes the call, in place of `attention()`.
+        way: Makes the call, in place of `attention()`.
     """
-    result = attend(**problem.given._replace(backend=backend, dropout_p=0.0)._asdict())
+    result = way(**problem.given._replace(backend=backend, dropout_p=0.0)._asdict())
     out, lse = result if isinstance(result, tuple) else (result, None)
     found = {"output": out.detach()} | ({} if lse is None else {"log-sum-exp": lse.detach()})
     if problem.leaves:
@@ -59,14 +59,11 @@ def truth(problem: Problem, call: Call) -> dict[str, Tensor]:
     """Return the same in float64 by the definition, or in float32 from "chunked" where the scores are many.
 
     Raises:
-        NoBackendError: Neither may run the call; the message holds every reason.
+        NoBackendError: The scores are many and chunked may not run the call; the message holds every reason.
     """
     scores = call.batch * call.num_heads_q * call.seqlen_q * call.seqlen_kv
     if scores <= _FEW_SCORES[problem.given.query.device.type]:
-        try:
-            return run(widened(problem, torch.float64), "math")
-        except NoBackendError:
-            pass
+        return run(widened(problem, torch.float64), None, attend)
     return run(widened(problem, torch.float64 if call.dtype == "float64" else torch.float32), "chunked")
 
 
@@ -133,6 +130,11 @@ def _floor(name: str, call: Call, sizes: Sizes) -> float:
         # A key's row sums over all queries that share it.
         shared = call.seqlen_q / max(1, call.seqlen_kv) * call.num_heads_q / call.num_heads_kv
         return score * sizes.query * max(1.0, shared)
+    if name in ("sink", "alibi_slopes"):
+        # One number sums over all queries of a head: for slopes, of distances between query and key.
+        reach = (call.seqlen_q + call.seqlen_kv) / 4
+        weight = max(1.0, reach) if name == "alibi_slopes" else 1 / (1 + call.seqlen_kv)
+        return score * weight * math.sqrt(call.batch * call.seqlen_q * call.num_heads_q)
     return score * sizes.key if name == "query" else score if name == "bias" else 0.0
 
 

@@ -135,8 +135,8 @@ def test_a_wrong_backend_is_an_exit_code(folder, capsys, monkeypatch):
     pretend(monkeypatch, flash=1.0)
     run = tune.gate.run
 
-    def spoiled(problem, backend):
-        found = run(problem, backend)
+    def spoiled(problem, backend, *way):
+        found = run(problem, backend, *way)
         return {name: t * 1.2 if backend == "chunked" else t for name, t in found.items()}
 
     monkeypatch.setattr(tune.gate, "run", spoiled)

@@ -88,7 +88,7 @@ class Told(Worker):
         self.answers = answers
         self.asked, self.ended = [], 0
 
-    def ask(self, trial, limit):
+    def ask(self, trial, limit, *, look=True):
         self.asked.append(trial)
         return Outcome(status=self.answers[trial.values])
 

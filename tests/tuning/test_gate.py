@@ -80,3 +80,11 @@ def test_the_switch_for_deterministic_algorithms_is_put_back():
     with gate.deterministic(call):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_definition_agrees_with_another_backend_in_float64(line):
+    call, problem = made(line)
+    wide = gate.widened(problem, torch.float64)
+    want, got = gate.truth(problem, call), gate.run(wide, "chunked")
+    assert gate.wrong(got, want, call.changed(dtype="float64")) == ""

@@ -173,9 +173,9 @@ def test_a_backend_that_ended_the_process_is_not_tried_again(tmp_path, monkeypat
     TuningFile(host=host, began=((tasks[0].key, "chunked"),)).write(path)
     ran, run = [], gate.run
 
-    def noting(problem, backend):
+    def noting(problem, backend, *way):
         ran.append(backend)
-        return run(problem, backend)
+        return run(problem, backend, *way)
 
     monkeypatch.setattr(gate, "run", noting)
     made, _ = tuner(path, measure=table())
