@@ -39,7 +39,7 @@ MORE = {
         {"heads_kv": 4, "seqlen_q": 5},
     ),
 }
-NONE_YET = ("to_varlen", "expand_kv", "pad_head_dim")
+NONE_YET = ("expand_kv", "pad_head_dim")
 """Calls with such repairs go the long way."""
 BOUND = {
     name: case
@@ -116,6 +116,10 @@ def test_it_runs_what_the_long_way_runs(name, train, sink, form, selects, monkey
     ran = select(monkeypatch, OF_TORCH[backend].value if selects else -1)
     with CudaOperators() as mode:
         run = bind(executor, fresh(), how, given)
+        if sink and "to_varlen" in how.repairs:
+            # A sink is added on the long way, from the log-sum-exp that the short one does not return.
+            assert run is None
+            return
         for _ in range(2):
             inputs = fresh()
             tensors = [t for t in (inputs.query, inputs.key, inputs.value, inputs.sink) if t is not None]
@@ -174,6 +178,10 @@ CALLS = {
     ("flash", True): (5, 2),
     ("cudnn", True): (5, 2),
     ("efficient mask alone", True): (6, 2),
+    ("flash padding", False): (7, 0),
+    ("flash padding", True): (11, 2),
+    ("flash documents", False): (7, 0),
+    ("flash padding, one query", False): (7, 0),
 }
 """Python functions of a call and of its backward."""
 

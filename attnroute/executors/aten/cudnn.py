@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnroute.executors.aten.handover import Operator, short_way
+from attnroute.executors.aten.handover import short_way
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
-from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
+from attnroute.executors.protocol import (
+    Bound,
+    Executor,
+    ForwardResult,
+    Grads,
+    Inputs,
+    Output,
+    Pair,
+    Plan,
+    Wanted,
+)
 from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.form import as_4d
 
@@ -68,7 +78,7 @@ def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
     )
 
 
-def _bound(inputs: Inputs, plan: Plan) -> Operator:
+def _bound(inputs: Inputs, plan: Plan) -> Bound:
     """Return what calls the operator."""
     operator = operator_of("_scaled_dot_product_cudnn_attention", inputs.query)
     causal, scale, dropout_p, keep_lse = is_causal(inputs), inputs.scale, inputs.dropout_p, plan.training

@@ -15,8 +15,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
-from attnroute.executors.aten.handover import Operator, short_way
-from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
+from attnroute.executors.aten.handover import short_way
+from attnroute.executors.protocol import (
+    Bound,
+    Executor,
+    ForwardResult,
+    Grads,
+    Inputs,
+    Output,
+    Pair,
+    Plan,
+    Wanted,
+)
 from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.dense import empty_rows
 from attnroute.masks.lowered.form import as_4d
@@ -152,7 +162,7 @@ def _bottom_right_backward(inputs: Inputs, result: ForwardResult, grad_out: Tens
     return grad_query, grad_key, grad_value, None
 
 
-def _bound(inputs: Inputs, plan: Plan) -> Operator | None:
+def _bound(inputs: Inputs, plan: Plan) -> Bound | None:
     """Return what calls the operator of scaled_dot_product_attention."""
     high, scale, dropout_p, keep_lse = _causal_band(inputs), inputs.scale, inputs.dropout_p, plan.training
     if high or "align_bias" in plan.repairs:

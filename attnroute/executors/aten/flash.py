@@ -8,20 +8,32 @@ causal masks at the bottom right, takes windows and ragged batches, gives zeros 
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+import weakref
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnroute.executors.aten import flash_backward
-from attnroute.executors.aten.handover import Operator, short_way
+from attnroute.executors.aten.handover import short_way
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
-from attnroute.executors.protocol import Executor, ForwardResult, Grads, Inputs, Output, Pair, Plan, Wanted
+from attnroute.executors.protocol import (
+    Bound,
+    Executor,
+    ForwardResult,
+    Grads,
+    Inputs,
+    Output,
+    Pair,
+    Plan,
+    Wanted,
+)
 from attnroute.executors.ragged import Ragged, per_token, rows_of, tokens_of, whole_rows, window_sizes
 from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.dense import empty_rows
 from attnroute.masks.lowered.form import as_4d
+from attnroute.masks.lowered.sequences import Rows
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:
@@ -135,13 +147,62 @@ def _misses_keys(inputs: Inputs) -> bool:
     return seqlen_q > seqlen_kv and (right is None or right >= seqlen_kv)
 
 
-def _sequences(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> tuple[Any, ...]:
-    """Run the kernel on sequences.
+class _Bounds(NamedTuple):
+    """What the kernel is told of sequences beside their sums: at most so many tokens, and a window."""
+
+    longest_q: int
+    longest_kv: int
+    left: int | None
+    right: int | None
+
+
+def _bounds(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> _Bounds:
+    """Return bounds under which the kernel reads sequences and window rightly.
 
     Args:
         inputs: The call.
         ragged: Its sequences.
         reads_lse: The log-sum-exp is read: by the caller, a sink or a backward.
+    """
+    tokens = inputs.query.shape[0] * inputs.query.shape[2]
+    rows, longest_q, longest_kv, _ = ragged
+    left, right = window_sizes(inputs)
+    if longest_q == 1:
+        # The only query of a sequence is its last, and no key comes after the diagonal.
+        right = None
+    if left is not None or right:
+        longest_kv = max(longest_kv, longest_q, 1 if right is None else right + 1)
+    if longest_q == 1 and (reads_lse or tokens != rows.sums_q.shape[0] - 1):
+        # With a bound of one the kernel counts on one query in every sequence, empty ones included, and takes
+        # the query heads of a key head for queries. Where it then splits the keys, or a row has none, it
+        # writes the log-sum-exp into the places of others (Dao-AILab/flash-attention#2573).
+        longest_q = 2
+    return _Bounds(longest_q, longest_kv, left, right)
+
+
+def _launch(tokens: tuple[Tensor, ...], rows: Rows, bounds: _Bounds, numbers: tuple[Any, ...]) -> Any:
+    """Run the kernel on the tokens of sequences; `numbers` are dropout and scale."""
+    longest_q, longest_kv, left, right = bounds
+    dropout_p, scale = numbers
+    used = {} if rows.used_kv is None else {"seqused_k": rows.used_kv}
+    return torch.ops.aten._flash_attention_forward.default(
+        *tokens,
+        rows.sums_q,
+        rows.sums_kv,
+        longest_q,
+        longest_kv,
+        dropout_p,
+        False,
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+        **used,
+    )
+
+
+def _sequences(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> tuple[Any, ...]:
+    """Run the kernel on sequences.
 
     Returns:
         Output and log-sum-exp in the shapes of the inputs, then what the backward takes: its state of
@@ -149,42 +210,36 @@ def _sequences(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> tuple[Any,
         log-sum-exp is padded.
     """
     batch, _, seqlen, _ = inputs.query.shape
-    (sums_q, sums_kv, used_kv), longest_q, longest_kv, step = ragged
-    query, key, value = tokens_of(inputs.query), tokens_of(inputs.key, step), tokens_of(inputs.value, step)
-    left, right = window_sizes(inputs)
-    if longest_q == 1:
-        # The only query of a sequence is its last, and no key comes after the diagonal.
-        right = None
-    if left is not None or right:
-        longest_kv = max(longest_kv, longest_q, 1 if right is None else right + 1)
-    if longest_q == 1 and (reads_lse or query.shape[0] != sums_q.shape[0] - 1):
-        # With a bound of one the kernel counts on one query in every sequence, empty ones included, and takes
-        # the query heads of a key head for queries. Where it then splits the keys, or a row has none, it
-        # writes the log-sum-exp into the places of others (Dao-AILab/flash-attention#2573).
-        longest_q = 2
-    out, lse, seed, offset, *_ = torch.ops.aten._flash_attention_forward.default(
-        query,
-        key,
-        value,
-        sums_q,
-        sums_kv,
-        longest_q,
-        longest_kv,
-        inputs.dropout_p,
-        False,
-        False,
-        scale=inputs.scale,
-        window_size_left=left,
-        window_size_right=right,
-        **({} if used_kv is None else {"seqused_k": used_kv}),
-    )
-    rest = (seed, offset, sums_q, sums_kv, longest_q, longest_kv, lse.dim() != 2)
-    lse = per_token(lse, sums_q, query.shape[0]).unflatten(1, (batch, seqlen))
+    bounds, sums = _bounds(inputs, ragged, reads_lse=reads_lse), ragged.rows[:2]
+    query, step = tokens_of(inputs.query), ragged.step
+    tokens = (query, tokens_of(inputs.key, step), tokens_of(inputs.value, step))
+    out, lse, seed, offset, *_ = _launch(tokens, ragged.rows, bounds, (inputs.dropout_p, inputs.scale))
+    rest = (seed, offset, *sums, *bounds[:2], lse.dim() != 2)
+    lse = per_token(lse, sums[0], query.shape[0]).unflatten(1, (batch, seqlen))
     return out.unflatten(0, (batch, seqlen)).transpose(1, 2), lse.transpose(0, 1), *rest
 
 
-def _bound(inputs: Inputs, plan: Plan) -> Operator | None:
-    """Return what calls the operator of scaled_dot_product_attention."""
+def _bound_sequences(inputs: Inputs, plan: Plan) -> Bound:
+    """Return what runs the kernel on sequences, for as long as these are kept with their mask."""
+    ragged = rows_of(inputs, training=plan.training, in_place=True)
+    bounds, numbers = _bounds(inputs, ragged, reads_lse=_reads_lse(plan)), (inputs.dropout_p, inputs.scale)
+    (batch, _, seqlen, _), step = inputs.query.shape, ragged.step
+    kept = [t if t is None else weakref.ref(t) for t in ragged.rows]
+    del inputs, ragged
+
+    def run(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor | None:
+        found: list[Any] = [ref if ref is None else ref() for ref in kept]
+        if found.count(None) != kept.count(None):
+            return None
+        tokens = (tokens_of(query), tokens_of(key, step), tokens_of(value, step))
+        out: Tensor = _launch(tokens, Rows(*found), bounds, numbers)[0]
+        return out.view(batch, seqlen, *out.shape[1:]).transpose(1, 2)
+
+    return run
+
+
+def _bound(inputs: Inputs, plan: Plan) -> Bound | None:
+    """Return what calls the operator of scaled_dot_product_attention, or the one below it on sequences."""
     causal, scale, dropout_p = is_causal(inputs), inputs.scale, inputs.dropout_p
     if plan.device_type == "cpu":
         on_cpu = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
@@ -195,7 +250,11 @@ def _bound(inputs: Inputs, plan: Plan) -> Operator | None:
             return out  # type: ignore[no-any-return]
 
         return run_on_cpu
-    if {"to_varlen", "pad_head_dim"}.intersection(plan.repairs) or not _is_plain(inputs):
+    if "pad_head_dim" in plan.repairs:
+        return None
+    if "to_varlen" in plan.repairs:
+        return _bound_sequences(inputs, plan)
+    if not _is_plain(inputs):
         return None
     operator = operator_of("_scaled_dot_product_flash_attention", inputs.query)
 

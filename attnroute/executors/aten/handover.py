@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from attnroute.executors.protocol import Bind, Bound, Inputs, Plan
 
-Operator = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""From query, key, value and `Inputs.attn`, which torch's function takes too, to the output."""
-
 _attention = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
 _SWITCHES: Final[tuple[Callable[[], object], ...]] = tuple(
     getattr(torch._C, name)
@@ -39,7 +36,7 @@ _DIMS: Final = (2, 4)
 
 def short_way(
     choice: SDPBackend,
-    operator: Callable[[Inputs, Plan], Operator | None],
+    operator: Bind,
     *,
     as_output: bool = False,
 ) -> Bind:
@@ -53,8 +50,7 @@ def short_way(
     """
 
     def bind(inputs: Inputs, plan: Plan) -> Bound | None:
-        direct = operator(inputs, plan)
-        run: Bound | None = direct
+        run = direct = operator(inputs, plan)
         if "to_varlen" not in plan.repairs:
             run = _handed_over(choice, inputs, direct) or direct
         trains = plan.training and plan.device_type != "cpu"
@@ -63,7 +59,7 @@ def short_way(
     return bind
 
 
-def _handed_over(choice: SDPBackend, inputs: Inputs, operator: Operator | None) -> Bound | None:
+def _handed_over(choice: SDPBackend, inputs: Inputs, operator: Bound | None) -> Bound | None:
     """Return torch's function, with the operator for calls after a switch was moved; None = only that."""
     attn, mask = inputs.attn, inputs.mask
     if attn is None and not (mask.band_lo is None and mask.band_hi in (None, 0)):
