@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple, get_args
 
 from attnroute.engine.select import Selection, select
 from attnroute.engine.stock import predict
+from attnroute.question.host import Host
 from attnroute.question.line import render
 from attnroute.question.policy import Policy
 from attnroute.tables.load import load
@@ -66,6 +67,17 @@ class Choice(NamedTuple):
         return f"{self.record.id}, {self.packages}"
 
     @property
+    def speed_up(self) -> float | None:
+        """Stock attention's time, as it was measured, over that of the choice."""
+        stock = self.record.stock
+        return None if stock is None or self.stock is None else stock.total_ms / self.took_ms
+
+    @property
+    def took_ms(self) -> float:
+        """What the choice took."""
+        return self.record.times[self.selected].total_ms
+
+    @property
     def ours(self) -> float | None:
         """Time of `attention()` on the day of measuring over the best one's, with what was installed then."""
         ours, best = self.record.ours, self.record.times[self.best]
@@ -81,6 +93,11 @@ class Choice(NamedTuple):
         return f"{self.regret:6.2f}{stock}: {times}: {self.id}{'' if line in self.id else f': {line}'}"
 
 
+def host_of(record: Record, packages: Packages) -> Host:
+    """Return the machine of a record with these packages."""
+    return record.host if packages == "everything" else record.torch_alone
+
+
 def choose(record: Record, packages: Packages) -> Choice | None:
     """Return the choice for a record; None where no backend that was timed may run.
 
@@ -88,7 +105,7 @@ def choose(record: Record, packages: Packages) -> Choice | None:
         ValueError: The choice was measured and gave a wrong result.
     """
     tables = load()
-    host = record.host if packages == "everything" else record.torch_alone
+    host = host_of(record, packages)
     untimed = tuple(backend for backend in tables.backends if backend not in record.times)
     # What `decide` describes, without its sentences.
     selection = select(record.call, host, tables, Policy(ban=untimed))

@@ -50,11 +50,6 @@ def rows_of_models() -> list[Row]:
     return sorted(found.values(), key=lambda row: (KINDS.index(row.kind), row.record.name))
 
 
-def total_ms(choice: Choice) -> float:
-    """Return what the choice takes."""
-    return choice.record.times[choice.selected].total_ms
-
-
 def best_ms(choice: Choice) -> float:
     """Return what the fastest backend takes."""
     return choice.record.times[choice.best].total_ms
@@ -73,7 +68,7 @@ def calls() -> list[dict[str, Any]]:
             "name": row.record.name,
             "selected": row.everything.selected,
             "stock": stock_ms(row.record),
-            "ours": total_ms(row.everything),
+            "ours": row.everything.took_ms,
             "best": best_ms(row.everything),
         }
         for row in rows_of_models()
@@ -101,8 +96,13 @@ def speed_ups() -> dict[str, list[tuple[int, float, str]]]:
     found: dict[str, list[tuple[int, float, str]]] = {kind: [] for kind in BY_LENGTH}
     for row in rows():
         call = row.record.call
-        if row.kind in found and row.everything and row.everything.stock and call.seqlen_q == call.seqlen_kv:
-            found[row.kind].append((call.seqlen_kv, round(1 / row.everything.stock, 4), call.phase))
+        if (
+            row.kind in found
+            and row.everything
+            and row.everything.speed_up
+            and call.seqlen_q == call.seqlen_kv
+        ):
+            found[row.kind].append((call.seqlen_kv, round(row.everything.speed_up, 4), call.phase))
     return {kind: sorted(points) for kind, points in found.items()}
 
 

@@ -75,8 +75,8 @@ def _stock_cell(record: Record) -> str:
 def _choice_cells(choice: Choice | None) -> tuple[str, str]:
     if choice is None:
         return "-", ""
-    ratio = "" if choice.stock is None else times(1 / choice.stock)
-    return f"{number(data.total_ms(choice))} `{choice.selected}`", ratio
+    ratio = "" if choice.speed_up is None else times(choice.speed_up)
+    return f"{number(choice.took_ms)} `{choice.selected}`", ratio
 
 
 def filled(text: str) -> str:
@@ -96,8 +96,10 @@ def _summary() -> str:
     """Say how much faster the choices are for calls of known models, and on what machine."""
     rows = data.rows_of_models()
     environment = data.environment(rows[0].record.source)
-    made = {p: [c for row in rows if (c := row.choice(p)) and c.stock] for p in get_args(Packages)}
-    faster = {packages: times(mean(1 / c.stock for c in each if c.stock)) for packages, each in made.items()}
+    made = {p: [c for row in rows if (c := row.choice(p)) and c.speed_up] for p in get_args(Packages)}
+    faster = {
+        packages: times(mean(c.speed_up for c in each if c.speed_up)) for packages, each in made.items()
+    }
     torch, beside = software(rows[0].record)
     text = (
         f"{environment['card']}, driver {environment['driver']}; {torch}; beside it {beside}; "
@@ -125,7 +127,7 @@ def _kinds() -> str:
         cells: list[str] = [kind, str(len(rows))]
         for packages in get_args(Packages):
             made = [c for row in rows if (c := row.choice(packages))]
-            ratios = [1 / c.stock for c in made if c.stock]
+            ratios = [c.speed_up for c in made if c.speed_up]
             cells.append(times(mean(ratios)) if ratios else "-")
         lines.append(cells)
     return table(("kind", "calls", "speed-up, all packages", "speed-up, torch alone"), lines)
