@@ -18,6 +18,7 @@ import pytest
 import attnroute
 from attnroute import errors
 from attnroute.api.trace import Recording, TracedCall
+from attnroute.audit.packages import PackageError
 from attnroute.cli import COMMANDS, main
 from attnroute.cli._outlet import OutputError
 from attnroute.cli.explain import SLOW_ONLY
@@ -112,7 +113,7 @@ def test_exit_codes():
     table = READING[READING.index("## Exit codes") :]
     told = {int(code) for code in re.findall(r"^\| (\d) \|", table, re.MULTILINE)}
     raised = {e.exit_code for e in vars(errors).values() if isinstance(e, type) and hasattr(e, "exit_code")}
-    assert told == raised | {0, SLOW_ONLY, OutputError.exit_code}
+    assert told == raised | {0, SLOW_ONLY, OutputError.exit_code, PackageError.exit_code}
     line = section("The command line")
     assert {int(code) for code in re.findall(r"[ ,](\d) (?=[a-z])", line[line.index("Exit codes") :])} == told
 

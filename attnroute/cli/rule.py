@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from attnroute.cli._parser import Parser, add_format
 from attnroute.errors import ArgumentError, did_you_mean, quoted
 from attnroute.memory import TABLES, cached
+from attnroute.report.pages import places
 from attnroute.report.rules import Row, render_row, row_json
 from attnroute.settings import current
 from attnroute.tables.folders import Tables
 from attnroute.tables.load import load
 from attnroute.tables.preferences import all_preferences
+from attnroute.tables.read import shipped_folder
 
 
 def run(words: list[str]) -> int:
@@ -32,7 +35,9 @@ def _find(wanted: str, tables: Tables) -> Row:
     if wanted not in rows:
         near = did_you_mean(wanted, rows) or "; explanations print ids in brackets."
         raise ArgumentError(f"ID requires the id of a row; got {quoted(wanted)}{near}")
-    return rows[wanted]
+    # An overlay's rows are on no page.
+    page = places(Tables((shipped_folder(),))).get(wanted, "")
+    return replace(rows[wanted], page=f"docs/reference/{page}" if page else "")
 
 
 @cached(4, TABLES)

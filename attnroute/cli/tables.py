@@ -1,4 +1,4 @@
-"""`attnroute tables lint|schema`, and the way to `attnroute tables audit`."""
+"""`attnroute tables lint|schema`, and the way to `audit`, `pages` and `changes`."""
 
 from __future__ import annotations
 
@@ -39,13 +39,18 @@ def run(words: list[str]) -> int:
         from attnroute.cli import _audit
 
         return _audit.run(words[1:])
+    if words[:1] in (["pages"], ["changes"]):
+        from attnroute.cli import _pages
+
+        return (_pages.pages if words[0] == "pages" else _pages.changes)(words[1:])
     parser = Parser(
         "tables",
         "Check the capability tables, or print the JSON schema of their files.\n"
-        "`attnroute tables audit --help` says how they are held against published releases.",
+        "`attnroute tables audit --help` says how they are held against published releases,\n"
+        "`pages --help` how the reference pages are written, `changes --help` what tells which rows changed.",
     )
     commands = parser.add_argument("what", choices=("lint", "schema"), help="what to do")
-    commands.metavar = "lint|schema|audit"
+    commands.metavar = "lint|schema|audit|pages|changes"
     parser.add_argument("--check", action="store_true", help=f"compare the schema with {SCHEMA_FILE}")
     args = parser.parse_args(words)
     if args.what == "lint":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Final
 
 from attnroute.errors import printable
 from attnroute.report.layout import field
@@ -22,7 +23,7 @@ from attnroute.tables.schema import (
     Rule,
 )
 
-_SCOPES = {
+SCOPES: Final = {
     "call": "torch's own selector and attnroute's direct call of the operator",
     "stock": "torch's own selector only",
     "operator": "attnroute's direct call of the operator only",
@@ -37,11 +38,13 @@ class Row:
         id: What they name.
         file: Where it stands, below the folder of the tables.
         content: The row itself.
+        page: Its entry on the reference pages; "" where it is not of the shipped tables.
     """
 
     id: str
     file: str
     content: Rule | Option | Preference | FeatureAnswer | BackendInfo
+    page: str = ""
 
 
 def row_json(row: Row) -> str:
@@ -52,7 +55,7 @@ def row_json(row: Row) -> str:
 
 def render_row(row: Row) -> str:
     """Return a row as lines of label and text."""
-    parts = [*_parts(row.content), ("file", row.file)]
+    parts = [*_parts(row.content), ("file", row.file), ("page", row.page)]
     lines = [row.id, *(line for label, text in parts if text for line in field(label, text))]
     return printable("\n".join(lines))
 
@@ -70,7 +73,7 @@ def _parts(content: Rule | Option | Preference | FeatureAnswer | BackendInfo) ->
         ("title", content.title),
         ("provider", content.provider),
         ("needs", ", ".join(content.needs)),
-        ("known", _versions(content.versions_known)),
+        ("known", versions_words(content.versions_known)),
         ("operators", ", ".join(content.operators)),
         ("memory", f"{content.memory} in the sequence length"),
         ("first call", _seconds(content.first_call_seconds)),
@@ -82,14 +85,11 @@ def _seconds(span: tuple[float, float] | None) -> str:
 
 
 def _guarded(row: Option | Preference) -> list[tuple[str, str]]:
-    if isinstance(row, Option):
-        effect = ("sets", ", ".join(f"{name} = {json.dumps(value)}" for name, value in row.set.items()))
-    else:
-        effect = ("first", ", ".join(row.first))
+    effect = ("first", ", ".join(row.first)) if isinstance(row, Preference) else ("sets", options_words(row))
     return [
-        ("versions", _versions(row.versions)),
+        ("versions", versions_words(row.versions)),
         ("phase", row.phase or ""),
-        ("when", _box(row.when)),
+        ("when", box_words(row.when)),
         effect,
         ("because", row.because),
     ]
@@ -98,11 +98,11 @@ def _guarded(row: Option | Preference) -> list[tuple[str, str]]:
 def _rule(rule: Rule) -> list[tuple[str, str]]:
     return [
         ("kind", words(rule.kind)),
-        ("binds", _SCOPES[rule.scope]),
-        ("versions", _versions(rule.versions)),
+        ("binds", SCOPES[rule.scope]),
+        ("versions", versions_words(rule.versions)),
         ("phase", rule.phase or ""),
-        ("when", _box(rule.when)),
-        ("requires", rule.requires if isinstance(rule.requires, str) else _box(rule.requires)),
+        ("when", box_words(rule.when)),
+        ("requires", rule.requires if isinstance(rule.requires, str) else box_words(rule.requires)),
         ("repair", rule.repair or ""),
         ("because", rule.because),
         *(("refuses", text) for text in options_of(rule.refuses or [])),
@@ -123,11 +123,18 @@ def _evidence(evidence: list[Evidence]) -> list[tuple[str, str]]:
     return lines
 
 
-def _versions(versions: dict[str, Ranges]) -> str:
+def options_words(option: Option) -> str:
+    """Say what a row gives a kernel."""
+    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in option.set.items())
+
+
+def versions_words(versions: dict[str, Ranges]) -> str:
+    """Say ranges of versions."""
     return ", ".join(f"{name} {r if isinstance(r, str) else ' or '.join(r)}" for name, r in versions.items())
 
 
-def _box(box: Box | AnyOf) -> str:
+def box_words(box: Box | AnyOf) -> str:
+    """Say a condition on a call."""
     if isinstance(box, AnyOf):
-        return " or ".join(f"({_box(option)})" for option in box.any_of)
+        return " or ".join(f"({box_words(option)})" for option in box.any_of)
     return " and ".join(render(name, spec) for name, spec in box.items())
