@@ -1,4 +1,4 @@
-"""Texts that are compared with a file of `tests/golden`.
+"""Texts that are compared with a file.
 
 After an intended change run the failing tests once with GOLDEN_UPDATE=1 in the environment: each writes its
 file anew and fails, so that nobody takes such a run for a pass; then read the difference.
@@ -15,9 +15,9 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "golden"
 
 
-def check(name, text):
-    """Fail unless the text is what `tests/golden/<name>.txt` holds."""
-    path = FOLDER / f"{name}.txt"
+def check(name, text, folder=FOLDER):
+    """Fail unless the text is what `<name>.txt` holds, by default in `tests/golden`."""
+    path = folder / f"{name}.txt"
     if os.environ.get("GOLDEN_UPDATE"):
         path.write_text(text, encoding="utf-8")
         pytest.fail(f"{path.name} was written anew; read the difference, then run without GOLDEN_UPDATE.")
