@@ -284,9 +284,10 @@ def _faults(backend: str, decision: Decision) -> str:
     return f", in spite of a known {listed(named)}" if named else ""
 
 
-def hint(found: Hint) -> str:
-    """Say one change that would change the choice, with what it would save where that is predicted."""
-    would = f"would make {found.allows} eligible" if found.allows else f"would select {found.selects}"
+def hint(found: Hint, selected: str | None = None) -> str:
+    """Say one change that opens a faster route, with both predicted times where there are two."""
+    verb = "keep" if found.selects == selected else "select"
+    would = f"would make {found.allows} eligible" if found.allows else f"would {verb} {found.selects}"
     if found.now_ms is not None and found.then_ms is not None:
         would = f"{would}, predicted {found.then_ms:.3g} ms in place of {found.now_ms:.3g} ms"
     packages = ((found.change, found.version, found.below), *found.also)

@@ -25,7 +25,7 @@ def render_decision(decision: Decision) -> str:
     blocks = [_head(decision), *(render_verdict(v, decision) for v in sentences.arranged(decision))]
     advice = [] if decision.stock is None else field("stock", sentences.stock(decision.stock, decision))
     for found in decision.hints:
-        advice += field("hint", sentences.hint(found))
+        advice += field("hint", sentences.hint(found, decision.selected))
     lines = [*blocks[0], "", *(line for block in blocks[1:] for line in block), *_apart(advice)]
     return printable("\n".join(lines))
 

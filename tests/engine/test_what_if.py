@@ -66,7 +66,9 @@ def test_a_hint_selects_what_it_says_and_something_else(call, host):
         assert (other_call, other_host) != (decision.call, host)
         other = decide(other_call, other_host)
         assert other.selected == hint.selects
-        if hint.allows is None:
+        if hint.then_ms is not None:
+            assert hint.then_ms <= hint.now_ms * (1 - what_if.LEAST_GAIN)
+        elif hint.allows is None:
             assert hint.selects != decision.selected
         else:
             assert hint.kind == "upgrade"

@@ -30,9 +30,10 @@ LEAST_GAIN: Final = 0.1
 
 
 def hints(selection: Selection) -> tuple[Hint, ...]:
-    """Return the changes after which another backend would be selected, or, for upgrades, be eligible.
+    """Return the changes after which a faster route is open: another backend, or the same with less to do.
 
-    Where times are predicted on both sides, those alone that save a tenth.
+    Where times are predicted on both sides, those alone that save a tenth; where not, those that select
+    another backend, or, for upgrades, make one eligible.
     """
     found: list[Hint] = []
     for change in islice(_changes(selection), MOST_ASKED):
@@ -74,6 +75,10 @@ def _hint(change: _Change, before: Selection, after: Selection) -> Hint | None:
         return None
     if after.selected != before.selected and backend in (None, after.selected):
         return _with_gain(hint.model_copy(update={"selects": after.selected}), before, after)
+    if backend is None:
+        # The same kernel without what the call needs now: a mask that is built, padding that is cleared.
+        gained = _with_gain(hint.model_copy(update={"selects": after.selected}), before, after)
+        return gained if gained is not None and gained.then_ms is not None else None
     is_new = backend in after.order and backend not in before.order
     if hint.kind == "upgrade" and is_new and _predicted(after, backend) is None:
         return hint.model_copy(update={"selects": after.selected, "allows": backend})
