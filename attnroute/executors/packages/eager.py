@@ -30,28 +30,26 @@ from attnroute.executors.packages.request import (
 )
 from attnroute.executors.protocol import Output, Plan
 
-RequestOf = Callable[[Tensor, Tensor, Tensor], Request]
-"""Returns the request of query, key and value in layout bhsd."""
+RequestOf = Callable[[Tensor, Tensor, Tensor, Tensor | None], Request]
+"""Returns the request of query, key and value in layout bhsd, and of the sink."""
 
 
 def run(
     launcher: Launcher,
     request_of: RequestOf,
-    tensors: tuple[Tensor, Tensor, Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
     plan: Plan,
-    sink: Tensor | None = None,
 ) -> Output:
     """Run a call.
 
     Args:
         launcher: Of its kernel.
         request_of: Makes its request.
-        tensors: Query, key and value in layout bhsd.
+        tensors: Query, key and value in layout bhsd, and the sink.
         plan: How it runs.
-        sink: Its sink, where the kernel takes it.
     """
     if plan.training:
-        made: Any = _Call.apply((launcher, request_of, plan), *tensors, sink)  # type: ignore[no-untyped-call]
+        made: Any = _Call.apply((launcher, request_of, plan), *tensors)  # type: ignore[no-untyped-call]
         # The backward knows no gradient of the log-sum-exp.
         return (made[0], made[1].detach()) if plan.return_lse else (made, None)
     request = request_of(*tensors)
@@ -68,11 +66,12 @@ class _Call(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        _: Tensor | None,
+        sink: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         launcher, request_of, plan = call
         # Of views that are not detached, autograd's error about an input that was written into says less.
-        request = request_of(query.detach(), key.detach(), value.detach())
+        given = (query.detach(), key.detach(), value.detach())
+        request = request_of(*given, None if sink is None else sink.detach())
         out, lse, state = launcher.forward(request)
         ctx.rest = (launcher, query.shape[0], request.numbers)
         # The backward reads the output as the kernel wrote it.

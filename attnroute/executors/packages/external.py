@@ -95,11 +95,12 @@ class External:
         """Run one call."""
         if not _is_in_graph(inputs.query):
 
-            def made(query: Tensor, key: Tensor, value: Tensor) -> Request:
-                return self._request_of(replace(inputs, query=query, key=key, value=value), plan)
+            def made(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Request:
+                given = replace(inputs, query=query, key=key, value=value, sink=sink)
+                return self._request_of(given, plan)
 
-            tensors = (inputs.query, inputs.key, inputs.value)
-            return eager.run(self._launcher, made, tensors, plan, inputs.sink)
+            tensors = (inputs.query, inputs.key, inputs.value, inputs.sink)
+            return eager.run(self._launcher, made, tensors, plan)
         request = request_of(inputs, plan, in_graph=True)
         out, lse, _ = self._forward(*request)
         # The backward knows no gradient of the log-sum-exp.
@@ -107,8 +108,8 @@ class External:
         return padded(request, out, inputs.query.shape[0]), asked
 
     def bind(self, inputs: Inputs, plan: Plan) -> Bound | None:
-        """Return what runs calls whose requests differ from this one's in query, key and value alone."""
-        if not (inputs.sink is inputs.alibi_slopes is None and inputs.dropout_p == 0.0):
+        """Return what runs calls whose requests differ in query, key, value and sink alone."""
+        if inputs.alibi_slopes is not None or inputs.dropout_p:
             return None
         with torch.no_grad():
             request = self._request_of(inputs, plan)
@@ -118,11 +119,13 @@ class External:
         like, launcher = Like(request, step), self._launcher.bound(request)
         del inputs, request
 
-        def run(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor | None:
+        def run(
+            query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, sink: Tensor | None = None
+        ) -> Tensor | None:
             if not like.fits(key, value):
                 return None
             try:
-                return eager.run(launcher, like.request_of, (query, key, value), plan)[0]
+                return eager.run(launcher, like.request_of, (query, key, value, sink), plan)[0]
             except KernelRefusedError:
                 # Run as any other it is refused again, and another backend takes it.
                 return None

@@ -194,7 +194,7 @@ def request_of(
 
 
 class Like:
-    """Makes requests that differ from one in query, key and value alone, and keeps no tensor alive.
+    """Makes requests that differ from one in query, key, value and sink alone, and keeps no tensor alive.
 
     Prefix sums stay with the mask that they were made from.
     """
@@ -205,11 +205,11 @@ class Like:
         """Take one request.
 
         Args:
-            request: It has neither a sink nor slopes.
+            request: It has no slopes.
             step: Of its `ragged.Ragged`.
         """
         self._sums = [None if t is None else weakref.ref(t) for t in request[3:6]]
-        self._numbers: tuple[Any, ...] = request[6:]
+        self._numbers = request.numbers
         self._step = step
         self._is_ragged, self._heads_first = request.is_ragged, request.heads_first
 
@@ -221,15 +221,15 @@ class Like:
             return False
         return self._step is None or ragged.step_of(key, value) == self._step
 
-    def request_of(self, query: Tensor, key: Tensor, value: Tensor) -> Request:
-        """Return the request of query, key and value in layout bhsd."""
+    def request_of(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Request:
+        """Return the request of tensors in layout bhsd."""
         if self._is_ragged:
-            sums: list[Any] = [None if ref is None else ref() for ref in self._sums]
+            sums_q, sums_kv, used = (None if ref is None else ref() for ref in self._sums)
             query, key, value = tokens_of(query, key, value, self._step)
-            return Request(query, key, value, *sums, *self._numbers)
+            return Request(query, key, value, sums_q, sums_kv, used, sink, None, *self._numbers)
         if not self._heads_first:
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        return Request(query, key, value, None, None, None, *self._numbers)
+        return Request(query, key, value, None, None, None, sink, None, *self._numbers)
 
 
 def tokens_of(query: Tensor, key: Tensor, value: Tensor, step: int | None) -> tuple[Tensor, Tensor, Tensor]:
