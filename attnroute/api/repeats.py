@@ -215,7 +215,8 @@ def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], Keeper 
     if len(tensors) > _QKV:
         misaligned = (misaligned, *[t.data_ptr() & _ALIGNMENT_BITS for t in tensors[_QKV:]])
     words = (is_causal, causal_alignment, window, scale, softcap, dropout_p, layout, backend)
-    place = (query.shape, key.shape, misaligned, _records_gradients(), of_mask, others, words)
+    # Sizes are compared by the check of the tensors; what is read here only tells most kinds of calls apart.
+    place = (query.numel(), key.numel(), misaligned, _records_gradients(), of_mask, others, words)
     return place, tensors, keeper
 
 

@@ -19,8 +19,8 @@ from attnroute.errors import KernelRefusedError
 from attnroute.executors.prepare.clear import cleared, with_cleared
 from attnroute.executors.prepare.pair import run_pair
 from attnroute.executors.prepare.pieces import BATCH, HEADS, pieces
-from attnroute.executors.prepare.sink import run_with_sink
-from attnroute.executors.protocol import Bound, Executor, Inputs, Output, Plan
+from attnroute.executors.prepare.sink import bound_with_sink, run_with_sink
+from attnroute.executors.protocol import Bound, Executor, Inputs, Output, Plan, Run
 from attnroute.executors.strides import is_packed
 from attnroute.masks.kept import Keeper
 from attnroute.masks.lowered.dense import additive, build, empty_rows
@@ -133,7 +133,9 @@ def _in_general(executor: Executor, inputs: Inputs, plan: Plan, *, sinks: bool) 
     elif not mask.is_band_only:
         return None
     scale, softcap, dropout_p = inputs.scale, inputs.softcap, inputs.dropout_p
-    runs = partial(run_with_sink, executor) if sinks else executor.run
+    runs: Run = executor.run
+    if sinks:
+        runs = partial(run_with_sink, executor) if plan.training else bound_with_sink(executor, inputs, plan)
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, sink: Tensor | None = None

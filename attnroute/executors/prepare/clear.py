@@ -6,6 +6,7 @@ Zero times NaN is NaN, and padding may hold anything. Each tensor is read and wr
 from __future__ import annotations
 
 import weakref
+from math import gcd
 from typing import Any, Final, cast
 
 import torch
@@ -67,8 +68,7 @@ def _zeroed(tensor: Tensor, bits: Tensor) -> Tensor:
     """Return a copy of a tensor with zeros where the bits are 0."""
     words = 8 // tensor.element_size()
     *strides, last = tensor.stride()
-    sizes = (tensor.shape[-1], tensor.storage_offset(), *strides)
-    if last != 1 or any(size % words for size in sizes):
+    if last != 1 or gcd(words, tensor.shape[-1], tensor.storage_offset(), *strides) != words:
         return torch.where(bits != 0, tensor, tensor.new_zeros(()))
     return torch.bitwise_and(tensor.view(_WORD), bits).view(tensor.dtype)
 

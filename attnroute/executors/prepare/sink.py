@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnroute.executors.batched_gradients import in_turn
-from attnroute.executors.protocol import Executor, ForwardResult, Inputs, Output, Pair, Plan
+from attnroute.executors.protocol import Executor, ForwardResult, Inputs, Output, Pair, Plan, Run
 from attnroute.masks.lowered.form import FULL, LoweredMask
 from attnroute.memory import cached
 
@@ -88,6 +88,17 @@ def run_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
     lse = cast("Tensor", lse)
     out = shrunk(out, lse, sink, may_be_empty=_may_be_empty(inputs))
     return out, total(lse, sink) if plan.return_lse else None
+
+
+def bound_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Run:
+    """Return what does the same for calls that differ from this one in values alone, without gradients."""
+    with_lse, may_be_empty = _with_lse(plan), _may_be_empty(inputs)
+
+    def run(inputs: Inputs, _: Plan) -> Output:
+        out, lse = executor.run(inputs, with_lse)
+        return shrunk(out, lse, inputs.sink, may_be_empty=may_be_empty), None  # type: ignore[arg-type]
+
+    return run
 
 
 def shrunk(out: Tensor, lse: Tensor, sink: Tensor, *, may_be_empty: bool = True) -> Tensor:
