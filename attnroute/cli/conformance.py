@@ -16,6 +16,7 @@ from attnroute.question.line import parse
 from attnroute.report.sentences import host_line
 from attnroute.settings import current
 from attnroute.tables.load import load
+from attnroute.tables.read import shipped_folder
 
 if TYPE_CHECKING:
     from attnroute.conformance.points import Points
@@ -36,6 +37,8 @@ def run(words: list[str]) -> int:
     if args.call is not None:
         return _one(args)
     tables = load(current().tables)
+    if args.apply is not None:
+        return _apply(args.apply, tables)
     return _dry_run(args, tables) if args.dry_run else _rows(args, tables)
 
 
@@ -55,6 +58,9 @@ def _parser() -> Parser:
         "--out", type=Path, default=Path("conformance.json"), metavar="REPORT", help="conformance.json"
     )
     parser.add_argument("--processes", type=_count, metavar="N", help="how many work side by side")
+    parser.add_argument(
+        "--apply", type=Path, metavar="REPORT", help="write it as evidence into the rows that hold"
+    )
     parser.add_argument("--fuzz", type=_count, metavar="N", help="run so many drawn calls instead of rows")
     parser.add_argument("--seed", type=int, default=0, help="of drawn calls; 0")
     parser.add_argument(
@@ -166,6 +172,26 @@ def _rows(args: argparse.Namespace, tables: Tables) -> int:
     report = campaign.report(plan)
     _summary(report, args.out)
     return FOUND_WRONG if any(entry.verdict == "too loose" for entry in report.entries) else 0
+
+
+def _apply(path: Path, tables: Tables) -> int:
+    """Write a report of `benchmarks/results` into the tables, and list the rows that got nothing.
+
+    Raises:
+        ArgumentError: The report lies elsewhere, where evidence names none.
+    """
+    from attnroute.conformance.apply import apply
+    from attnroute.conformance.report import Report
+
+    results = shipped_folder().parent / "benchmarks" / "results"
+    if path.absolute().parent != results:
+        raise ArgumentError(f"--apply requires a report in {results}; got {path}; copy it there.")
+    applied = apply(Report.read(path), path.stem, tables)
+    for entry in applied.others:
+        print(f"{entry.verdict}: {entry.rule} for {entry.backend}: {entry.reason}")
+    counts = f"{len(applied.written)} rows got evidence, {len(applied.known)} had it"
+    print(f"{counts}, {len(applied.others)} entries are of rows that got none")
+    return 0
 
 
 def _drawn(args: argparse.Namespace, tables: Tables, host: Host, count: int) -> int:

@@ -34,6 +34,8 @@ def planned(tables: Tables, host: Host, backends: Iterable[str], rule: str | Non
     """Return the points of every row of some backends that applies to a machine."""
     found = [p for backend in backends for p in points_of(tables, host, backend)]
     found += [p for p in stock_rows(tables, host) if p.backend in set(backends)]
+    # What may hang until its time is over comes first.
+    found.sort(key=lambda points: points.row.rule.kind != "hang")
     return [points for points in found if rule in (None, points.row.id)]
 
 

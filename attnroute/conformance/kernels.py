@@ -61,7 +61,12 @@ def stranger(seen: Seen, backend: str, tables: Tables, helpers: Iterable[str]) -
     others = ran - {backend, *helpers}
     if backend not in ran or others:
         return f"{', '.join(sorted(others)) or 'no kernel'} ran"
-    pattern = DEVICE_NAMES.get(backend)
-    if seen.kernels and pattern is not None and not any(re.search(pattern, name) for name in seen.kernels):
+    if seen.kernels and backend in DEVICE_NAMES and not own_kernels(seen, backend):
         return f"no kernel of its own ran on the device: {', '.join(seen.kernels[:5])}"
     return ""
+
+
+def own_kernels(seen: Seen, backend: str) -> tuple[str, ...]:
+    """Return the kernels of a profile that are a backend's own."""
+    pattern = DEVICE_NAMES.get(backend)
+    return () if pattern is None else tuple(name for name in seen.kernels if re.search(pattern, name))

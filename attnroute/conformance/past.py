@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from attnroute import settings
+from attnroute.conformance.text import rule_in, split
 from attnroute.question.policy import Policy
 from attnroute.scopes import Override
 
@@ -21,7 +20,6 @@ _NEVER: Final = (
     '\n[[rule]]\nname = "{}"\nversions = {{ torch = "<0.0.1" }}\nrequires = "never"\nbecause = "lifted"\n'
 )
 _YES: Final = "\n[features.{}]\nvalue = true\n"
-_TABLE: Final = re.compile(r"^(?=\[)", re.MULTILINE)
 
 
 @contextmanager
@@ -66,10 +64,5 @@ def _drop(path: Path, name: str) -> None:
     """Take a row out of a file."""
     if not path.is_file():
         return
-    parts = _TABLE.split(path.read_text(encoding="utf-8"))
-    kept = [part for part in parts if not (part.startswith("[[rule]]") and _name(part) == name)]
-    path.write_text("".join(kept), encoding="utf-8")
-
-
-def _name(part: str) -> object:
-    return tomllib.loads(part)["rule"][0].get("name")
+    parts = split(path.read_text(encoding="utf-8"))
+    path.write_text("".join(part for part in parts if rule_in(part).get("name") != name), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal, Self
 
@@ -18,16 +19,16 @@ Verdict = Literal["holds", "too loose", "too strict", "not testable here", "not 
 
 
 class Result(Plain):
-    """A trial with what came of it, and the command that runs it again."""
+    """A trial with what came of it, and where it failed the command that runs it again."""
 
     trial: Trial
     outcome: Outcome
-    command: str
+    command: str = ""
 
     @classmethod
     def of(cls, trial: Trial, outcome: Outcome) -> Self:
         """Return a trial with its outcome."""
-        return cls(trial=trial, outcome=outcome, command=trial.command)
+        return cls(trial=trial, outcome=outcome, command=trial.command if outcome.status in FAILURES else "")
 
 
 class Half(Plain):
@@ -117,6 +118,11 @@ class Report(Plain):
         required = "a report as `attnroute conformance` writes it"
         raise argument_error(str(path), required, got, "name another file")
 
+    def _text(self) -> str:
+        data = self.model_dump(mode="json", exclude_defaults=True)
+        entries = ",\n".join(json.dumps(entry) for entry in data.pop("entries", []))
+        return f'{json.dumps(data, indent=1)[:-2]},\n "entries": [\n{entries}\n ]\n}}\n'
+
     def write(self, path: Path) -> None:
         """Write the file.
 
@@ -124,7 +130,7 @@ class Report(Plain):
             ArgumentError: It cannot be written.
         """
         try:
-            path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            path.write_text(self._text(), encoding="utf-8")
         except OSError as error:
             got = error.strerror or type(error).__name__
             raise argument_error(str(path), "a place to write to", got, "name another one") from error
@@ -154,11 +160,11 @@ def _verdict(points: Points, inside: tuple[Result, ...], outside: tuple[Result, 
         return "not testable here", points.reason
     failed = next((r for r in inside if r.outcome.status in FAILURES), None)
     if failed is not None:
-        return "too loose", f"inside, {failed.outcome.status}: {failed.outcome.said}; {failed.command}"
+        return "too loose", f"inside, {failed.outcome.status}: {failed.outcome.said}; {failed.trial.command}"
     is_refused = any(r.outcome.status in FAILURES for r in outside)
     ran = next((r for r in outside if r.outcome.status == "right"), None)
     if not is_refused and ran is not None:
-        return "too strict", f"outside, it runs and is right; {ran.command}"
+        return "too strict", f"outside, it runs and is right; {ran.trial.command}"
     if not is_refused:
         return "not testable here", _why("outside", points.outside.reason, outside)
     if points.has_inside and not any(r.outcome.status == "right" for r in inside):

@@ -42,7 +42,7 @@ class Row(BaseModel):
 class Evidence(Row):
     """Where a number comes from.
 
-    `kind` is "measured" only when a GPU ran it (`ref` names the data file), "probe" when a release binary's
+    `kind` is "measured" only when the kernel ran (`ref` names the data file), "probe" when a release binary's
     own check was asked without a GPU, "source" when it was read in that release's code, "issue" for a public
     report, "docs" for a vendor's page, "inferred" when nobody looked, "own" for attnroute's own code.
     """
