@@ -27,8 +27,8 @@ from sweep import environment
 
 from attnroute.integrations.transformers import register
 
-ROUNDS = (5, 15)
-"""At least and at most so many samples of each implementation, as the time allows."""
+ROUNDS = (3, 8)
+"""At least and at most so many pairs of turns, as the time allows; in one of a pair sdpa is first."""
 WARM_UP = 2
 STEPS = 8
 """Decoding steps in one sample."""
@@ -141,12 +141,15 @@ class Samples:
     Attributes:
         wall: Until the device was ready.
         host: Until the call returned, the device idle at its begin.
+        new: As `wall`, of decoding steps at lengths that no other implementation ran before. cuDNN makes a
+            plan for each new length, which whoever comes first waits for.
         first_s: Seconds of the first call, compilation included.
         result: Loss or logits of the first call.
     """
 
     wall: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
+    new: list[float] = field(default_factory=list)
     first_s: float = 0.0
     result: torch.Tensor | None = None
 
@@ -206,7 +209,7 @@ def decoding(case: Case, model: Any, device: str) -> Callable[[], torch.Tensor]:
     if case.padded:
         missing = torch.arange(case.batch, device=device) * case.length // (2 * case.batch)
         attention_mask = (torch.arange(case.length, device=device) >= missing[:, None]).long()
-    longest = case.length + STEPS * (ROUNDS[1] + WARM_UP + 2)
+    longest = case.length + STEPS * (2 * ROUNDS[1] + WARM_UP + 2)
     if case.static:
         cache = transformers.StaticCache(config=model.config, max_cache_len=longest)
     else:
@@ -289,14 +292,17 @@ def measure(case: Case, device: str, *, until: float) -> dict[str, Any]:
         samples[name].first_s = time.perf_counter() - start
         for _ in range(WARM_UP - 1):
             runs[name]()
-    while len(samples["attnroute"].wall) < ROUNDS[0] or (
-        len(samples["attnroute"].wall) < ROUNDS[1] and time.monotonic() < until
-    ):
-        for name in named:
+    for turn in range(2 * ROUNDS[1]):
+        if turn >= 2 * ROUNDS[0] and time.monotonic() >= until:
+            break
+        for at, name in enumerate(named[:: 1 if turn % 2 else -1]):
             model.set_attn_implementation(name)
             wall, host, _ = sample(runs[name], device, count=count)
-            samples[name].wall.append(wall)
-            samples[name].host.append(host)
+            if case.kind == "decode" and at == 0:
+                samples[name].new.append(wall)
+            else:
+                samples[name].wall.append(wall)
+                samples[name].host.append(host)
     found: dict[str, Any] = {
         "case": {"family": case.family, "batch": case.batch, "length": case.length, "config": case.config},
         "samples": len(samples["attnroute"].wall),
@@ -306,6 +312,7 @@ def measure(case: Case, device: str, *, until: float) -> dict[str, Any]:
         found[name] = {
             "ms": round(median(samples[name].wall), 3),
             "least_ms": round(min(samples[name].wall), 3),
+            "new_lengths_ms": round(median(samples[name].new), 3) if samples[name].new else None,
             "host_ms": round(median(samples[name].host), 3),
             **on_device(runs[name], device, count=count),
             "first_s": round(samples[name].first_s, 2),
@@ -326,7 +333,10 @@ def told(found: dict[str, Any]) -> str:
     if "error" in found:
         return str(found["error"])
     times = {name: each for name, each in found.items() if isinstance(each, dict) and "ms" in each}
-    parts = [f"{name} {t['ms']} (host {t['host_ms']}, device {t['device_ms']})" for name, t in times.items()]
+    parts = [
+        f"{name} {t['ms']} (host {t['host_ms']}, device {t['device_ms']}, new lengths {t['new_lengths_ms']})"
+        for name, t in times.items()
+    ]
     return ", ".join(parts) + f" ms; host {found['host_us_per_layer_over']} us a layer over"
 
 
