@@ -43,6 +43,15 @@ def test_in_every_memory_layout(memory, dtype, backend):
     hold(inputs, masks.KeyPadding(lengths=COUNTS), RIGHT, True, TOLERANCE[dtype], backend=backend)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory", MEMORY)
+def test_calls_that_repeat_in_every_memory_layout(memory, dtype):
+    mask = masks.KeyPadding(lengths=COUNTS)
+    for _ in range(3):
+        inputs = inputs_of(memory, math.nan, RIGHT, dtype)
+        hold(inputs, mask, RIGHT, False, TOLERANCE[dtype], train=False, backend="flash")
+
+
 @pytest.mark.parametrize("memory", ["packed", "tokens outermost", "static cache"])
 def test_a_mask_that_is_kept_costs_one_pass_for_each_tensor(memory):
     """Nothing else is launched, and the backward clears nothing."""

@@ -26,6 +26,7 @@ MEMORY = {
     "static cache": _cache,
     "sliced": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
     "between words": lambda t: torch.cat([t[..., :1], t], -1)[..., 1:],
+    "rows that end between words": lambda t: torch.cat([t, t[..., :1]], -1)[..., :-1],
     "expanded": lambda t: t[:, :1].clone().expand(t.shape),
 }
 """How keys and values lie; the last one holds other numbers than given."""

@@ -101,7 +101,7 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     attn = _dense(inputs, repairs) if prepares else _as_given(inputs)
     if attn is not None and not (prepares or isinstance(given, Tensor)):
         return None
-    inputs = replace(inputs, attn=attn)
+    uncleared, inputs = inputs, replace(inputs, attn=attn)
     _prepare_qkv(inputs, repairs)
     run = None if sinks or executor.bind is None else executor.bind(inputs, plan)
     if run is None and not spared:
@@ -109,7 +109,7 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     if run is None:
         return None
     if "clear_left_out" in repairs and inputs.mask.key_keep is not None:
-        run = with_cleared(run, inputs)
+        run = with_cleared(run, uncleared)
     if attn is not None and "zero_empty_rows" in repairs:
         run = _with_zeros(run, weakref.ref(_empty_rows(inputs, repairs)))
     if attn is not None and prepares:

@@ -32,11 +32,19 @@ def cleared(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def with_cleared(run: Bound, inputs: Inputs) -> Bound:
     """Clear before a kernel, for as long as it is kept with the mask which keys are left out."""
-    kept = weakref.ref(_bits(inputs))
+    kept, dtype, words = weakref.ref(_bits(inputs)), inputs.key.dtype, _words(inputs.key)
+    is_short = not _trains(inputs.key, inputs.value) and _has_words(inputs.key) and _has_words(inputs.value)
 
     def run_cleared(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor | None:
         bits = kept()
-        return None if bits is None else run(query, *_cleared(key, value, bits), *rest)
+        if bits is None:
+            return None
+        if is_short and gcd(words, key.storage_offset(), value.storage_offset()) == words:
+            # As `_cleared` does it, without what is the same in every call.
+            key, value = (key.view(_WORD) & bits).view(dtype), (value.view(_WORD) & bits).view(dtype)
+        else:
+            key, value = _cleared(key, value, bits)
+        return run(query, key, value, *rest)
 
     return run_cleared
 
@@ -58,19 +66,32 @@ def _bits(inputs: Inputs) -> Tensor:
     return make() if inputs.keeper is None else inputs.keeper.keep(what, make)
 
 
+def _trains(key: Tensor, value: Tensor) -> bool:
+    return torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
+
+
 def _cleared(key: Tensor, value: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+    if _trains(key, value):
         return cast("tuple[Tensor, Tensor]", _Cleared.apply(key, value, bits))  # type: ignore[no-untyped-call]
     return _zeroed(key, bits), _zeroed(value, bits)
 
 
 def _zeroed(tensor: Tensor, bits: Tensor) -> Tensor:
     """Return a copy of a tensor with zeros where the bits are 0."""
-    words = 8 // tensor.element_size()
-    *strides, last = tensor.stride()
-    if last != 1 or gcd(words, tensor.shape[-1], tensor.storage_offset(), *strides) != words:
+    if not _has_words(tensor) or tensor.storage_offset() % _words(tensor):
         return torch.where(bits != 0, tensor, tensor.new_zeros(()))
-    return torch.bitwise_and(tensor.view(_WORD), bits).view(tensor.dtype)
+    return (tensor.view(_WORD) & bits).view(tensor.dtype)
+
+
+def _words(tensor: Tensor) -> int:
+    """Return how many elements a word has."""
+    return _WORD.itemsize // tensor.element_size()
+
+
+def _has_words(tensor: Tensor) -> bool:
+    """Return whether every row is whole words, if the first one begins with a word."""
+    words, (*strides, last) = _words(tensor), tensor.stride()
+    return last == 1 and gcd(words, tensor.shape[-1], *strides) == words
 
 
 class _Cleared(torch.autograd.Function):
