@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _SLACK: Final = 4.0
 """How many times the error that the rounding of an output brings about is still right."""
+_MOST_NUMBERS: Final = 2**27
+"""Elements of a tensor that are looked at; larger ones count as normal numbers."""
 _MOST_SCORES: Final = 2**24
 """Scores up to which that is worked out."""
 
@@ -32,8 +34,9 @@ def wrong(problem: Problem, call: Call, got: dict[str, Tensor], want: dict[str, 
 
 def _size(tensor: Tensor) -> float:
     """Return the root mean square of what is finite."""
-    numbers = tensor.detach().double().nan_to_num(0.0, 0.0, 0.0)
-    return float(numbers.square().mean().sqrt()) if numbers.numel() else 1.0
+    if not 0 < tensor.numel() <= _MOST_NUMBERS:
+        return 1.0
+    return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
 
 
 def _of_rounding(problem: Problem, call: Call, want: dict[str, Tensor]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +16,31 @@ from attnroute import settings
 from attnroute.api import routes
 from attnroute.api.attention import attention
 from attnroute.api.intake import take
+from attnroute.api.question import call_of
 from attnroute.api.trace import TracedCall
 from attnroute.conformance import values
 from attnroute.conformance.judge import wrong
 from attnroute.conformance.kernels import own_kernels, stranger, watched
 from attnroute.conformance.past import past
 from attnroute.conformance.trials import Outcome, Trial
-from attnroute.errors import ArgumentError, AttnRouteError, KernelRefusedError, NoBackendError, shortened
+from attnroute.engine.evaluate import Form, outcomes_of, prepared
+from attnroute.errors import (
+    ArgumentError,
+    AttnRouteError,
+    KernelRefusedError,
+    NoBackendError,
+    RerouteWarning,
+    shortened,
+)
 from attnroute.executors import launch
-from attnroute.question.line import render
-from attnroute.question.policy import Policy, merge
+from attnroute.probes.torch_host import host_of
+from attnroute.question.normalize import normalize
 from attnroute.tables.load import load
 from attnroute.tuning import gate
 from attnroute.tuning.remake import Problem, remake
 
 if TYPE_CHECKING:
-    from attnroute.engine.decision import Decision
+    from attnroute.api.choices import Choice
     from attnroute.question.call import Call
 
 _TOLD = 300
@@ -52,14 +62,17 @@ def run(trial: Trial, *, look: bool = True) -> Outcome:
         look: Profile the call, to see whose kernel ran.
     """
     began = time.monotonic()
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(record=True, action="always") as heard:
         try:
             outcome = _run(trial, look=look)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             outcome = Outcome(status="untested", said=_said(error))
         except (ArgumentError, NoBackendError) as error:
-            outcome = Outcome(status="untested", said=_said(error), launched=False)
+            outcome = Outcome(status="untested", said=_unable(error, trial))
+    reroutes = [str(w.message) for w in heard if isinstance(w.message, RerouteWarning)]
+    if reroutes and outcome.status == "right":
+        outcome = outcome.changed(status="refused", said=shortened(reroutes[0], _TOLD))
     return outcome.changed(seconds=round(time.monotonic() - began, 3))
 
 
@@ -72,15 +85,12 @@ def _run(trial: Trial, *, look: bool) -> Outcome:
     want = gate.truth(problem, call)
     if trial.values == "garbage":
         values.spoil(problem, call)
-    if trial.past and not _rejects(_decided(problem, trial.backend), trial):
-        return Outcome(status="untested", said=f"made again, {trial.past[0]} lets it pass", launched=False)
+    if trial.past and not _rejects(problem, call, trial):
+        return Outcome(status="untested", said=f"made again, {trial.past[0]} lets it pass")
     with past(trial.past):
-        decision = _decided(problem, trial.backend)
-        if decision.selected is None:
-            return Outcome(status="untested", said=_rejected(decision, trial.backend), launched=False)
         try:
-            return _held(trial, problem, call, want, decision, look=look)
-        except torch.OutOfMemoryError:
+            return _held(trial, problem, call, want, look=look)
+        except (torch.OutOfMemoryError, ArgumentError, NoBackendError):
             raise
         except Exception as error:  # noqa: BLE001 - a kernel that raises is a result
             return _raised(error, trial.device)
@@ -91,13 +101,12 @@ def _held(
     problem: Problem,
     call: Call,
     want: dict[str, torch.Tensor],
-    decision: Decision,
     *,
     look: bool,
 ) -> Outcome:
     """Run the kernel and compare what it gives with what is true."""
-    ran: list[str] = []
-    listener = lambda route, _: ran.append(route.choice.backend)  # noqa: E731
+    ran: list[Choice] = []
+    listener = lambda route, _: ran.append(route.choice)  # noqa: E731
     replaced: list[launch.Replaced] = []
     note = replaced.append
     routes.LISTENERS.append(listener)
@@ -112,12 +121,13 @@ def _held(
     finally:
         routes.LISTENERS.remove(listener)
         launch.unlisten(note)
-    backend = trial.backend or decision.selected or ""
-    if replaced or set(ran) != {backend}:
-        said = f"{replaced[0].instead}: {replaced[0].reason}" if replaced else f"{', '.join(set(ran))} ran"
-        return Outcome(status="refused", said=shortened(said, _TOLD), ran=(ran or [""])[0])
+    names = {choice.backend for choice in ran}
+    backend = trial.backend or min(names, default="")
+    if replaced or names != {backend}:
+        said = f"{replaced[0].instead}: {replaced[0].reason}" if replaced else f"{', '.join(names)} ran"
+        return Outcome(status="refused", said=shortened(said, _TOLD), ran=min(names, default=""))
     if seen is not None:
-        helpers = ["chunked"] if "backward_from_chunked" in decision.verdict(backend).repairs else []
+        helpers = ["chunked"] if any("backward_from_chunked" in choice.repairs for choice in ran) else []
         if said := stranger(seen, backend, load(settings.current().tables), helpers):
             return Outcome(status="refused", said=shortened(said, _TOLD), ran=backend)
     error = wrong(problem, call, got, want)
@@ -125,25 +135,22 @@ def _held(
     return Outcome(status="wrong" if error else "right", said=error, ran=backend, kernels=kernels)
 
 
-def _decided(problem: Problem, backend: str | None) -> Decision:
-    policy = merge(settings.current(), Policy(tuning=False))
-    policy = policy if backend is None else merge(policy, Policy(require=backend))
-    return routes.decision_of(take(problem.given), policy)
+def _rejects(problem: Problem, call: Call, trial: Trial) -> bool:
+    """Return whether the first row that is lifted rejects the call as it was made again."""
+    tables, taken = load(settings.current().tables), take(problem.given)
+    rows = prepared(tables, host_of(*taken.device, tables.providers))[trial.backend or ""]
+    row = tuple(row for row in rows.rows or () if row.id == trial.past[0])
+    made = normalize(call_of(taken, recognize=True)).changed(context=call.context)
+    return outcomes_of(replace(rows, rows=row), Form(made)) == ["fail"]
 
 
-def _rejects(decision: Decision, trial: Trial) -> bool:
-    """Return whether the first row that is lifted keeps the call from its backend, made again as it is."""
-    verdicts = [verdict for verdict in decision.verdicts if verdict.backend == trial.backend]
-    found = [f for v in verdicts for f in v.findings if f.rule == trial.past[0]]
-    return any(f.outcome == "fail" or f.repaired_by for f in found)
-
-
-def _rejected(decision: Decision, backend: str | None) -> str:
-    verdicts = [verdict for verdict in decision.verdicts if verdict.backend == backend]
-    rows = [
-        f.rule for v in verdicts for f in v.findings if f.outcome in ("fail", "unknown") and not f.repaired_by
-    ]
-    return f"made again, the call may not run: {', '.join(rows[:3]) or render(decision.call)}"
+def _unable(error: AttnRouteError, trial: Trial) -> str:
+    """Return why a call may not run: the rows that reject it, or what means nothing about it."""
+    decision = getattr(error, "decision", None)
+    verdicts = [] if decision is None else [v for v in decision.verdicts if v.backend == trial.backend]
+    failed = [f for v in verdicts for f in v.findings if f.outcome in ("fail", "unknown")]
+    rows = [f.rule for f in failed if f.repaired_by is None]
+    return f"made again, it is rejected by {', '.join(rows[:3])}" if rows else _said(error)
 
 
 def _way(call: Call) -> Callable[..., Any]:
@@ -176,13 +183,13 @@ def _below_a_mode(**given: Any) -> Any:
 def _raised(error: BaseException, device: str) -> Outcome:
     """Return what an error means: one of the device leaves nothing in this process to be trusted."""
     if isinstance(error, AttnRouteError) and not isinstance(error, KernelRefusedError):
-        return Outcome(status="untested", said=_said(error), launched=False)
+        return Outcome(status="untested", said=_said(error))
     try:
         if device == "cuda":
             torch.cuda.synchronize()
     except RuntimeError as broken:
         return Outcome(status="crashed", said=_said(broken))
-    return Outcome(status="refused", said=_said(error), launched=not isinstance(error, KernelRefusedError))
+    return Outcome(status="refused", said=_said(error))
 
 
 def _said(error: BaseException) -> str:

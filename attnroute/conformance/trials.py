@@ -53,7 +53,6 @@ class Outcome(Plain):
         status: In one word.
         said: Why, or how far off.
         ran: The backend that ran; empty where none did.
-        launched: A kernel may have run, so that memory of the process may hold anything.
         kernels: Names of kernels on the device, where somebody looked.
         seconds: What it took.
     """
@@ -61,6 +60,5 @@ class Outcome(Plain):
     status: Status
     said: str = ""
     ran: str = ""
-    launched: bool = True
     kernels: tuple[str, ...] = ()
     seconds: float = 0.0
