@@ -81,6 +81,8 @@ OUTLIER: Final = 0.15
 """From this error on a call counts less."""
 NEAR: Final = 0.05
 """Relative difference of two fits to the same records."""
+FEWEST_WITH: Final = 3
+"""Calls with a trait without which no factor is fitted."""
 FEWEST: Final = 8
 """Calls without which nothing is fitted."""
 
@@ -142,7 +144,8 @@ def _points_of(record: Record, hosts: dict[str, list[Sample]]) -> Iterator[tuple
             host = Sample(record.id, given.phase, judgement.repairs, work.traits, scores, time.host_us)
             hosts[backend].append(host)
         if time.backward_ms is not None:
-            yield backend, "backward", Point(work, time.backward_ms, is_fit, record.id, weight)
+            whose = "chunked" if "backward_from_chunked" in judgement.repairs else backend
+            yield whose, "backward", Point(work, time.backward_ms, is_fit, record.id, weight)
 
 
 class Model:
@@ -160,7 +163,7 @@ class Model:
         counts = {t: sum(t in p.work.traits and p.is_fit for p in points) for t in get_args(Trait)}
         seen = sum(p.is_fit for p in points)
         # One that all calls have cannot be told from the rate, and of few calls nothing is learned.
-        self.traits = [t for t, count in counts.items() if 3 <= count <= 0.97 * seen]
+        self.traits = [t for t, count in counts.items() if FEWEST_WITH <= count <= 0.97 * seen]
         self._dim = np.array([self.dims.index(work.head_dim) for work in self._works])
         self._has = np.array([[float(t in work.traits) for t in self.traits] for work in self._works])
         self.start = np.array(

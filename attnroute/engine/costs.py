@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _GIGA_PER_MS = 1e6
 _TERA_PER_MS = 1e9
+_DIM = 128
+"""Head_dim of the blocks that `Kernel.block_us` is about; others have as much more to read and to write."""
 
 
 class Cost(NamedTuple):
@@ -85,7 +87,8 @@ def cost_of(
     parts = [(table.forward_few if work.is_few else table.forward, work)]
     if given.phase == "training":
         # What was copied for the forward is there, and gradients go back through the copies.
-        parts.append((table.backward, work))
+        is_composed = "backward_from_chunked" in repairs
+        parts.append((costs.composed if is_composed else table.backward, work))
     device = 0.0
     for kernel, its_work in parts:
         rates = None if kernel is None else rates_of(kernel, its_work, table.peak, peak)
@@ -138,9 +141,8 @@ def device_ms(work: Work, rates: Rates) -> float:
     reading += work.mask_bytes / (rates.mask_gbs * _GIGA_PER_MS)
     kernel: float = rates.factor * (multiplying**2 + reading**2) ** 0.5
     launch = rates.launch_us + rates.ragged_us * work.is_ragged
-    overhead = (
-        launch + rates.block_us * blocks * work.head_dim / 128 / rates.sms + rates.repair_us * work.repairs
-    ) / 1e3
+    ends = rates.block_us * blocks / rates.sms * work.head_dim / _DIM
+    overhead = (launch + ends + rates.repair_us * work.repairs) / 1e3
     return overhead + kernel + work.repair_bytes / (rates.repair_gbs * _GIGA_PER_MS)
 
 

@@ -57,7 +57,7 @@ class Kernel(_Part):
 
     Attributes:
         launch_us: What a call takes that has no work, in microseconds.
-        block_us: Begin and end of one block of 128 queries, in microseconds.
+        block_us: Begin and end of one block of 128 queries of head_dim 128, in microseconds.
         tflops: Rate of the matrix products by the larger head_dim, rounded up, in 10^12 operations a second.
         wave: How much of a block's time is added for blocks that end after the others.
         packing: 1 where the query heads of one key head share blocks, 0 where each has its own.
@@ -146,10 +146,12 @@ class Costs(NamedTuple):
     Attributes:
         table: The numbers.
         is_own: They were measured on this architecture, not on one that it inherits from.
+        composed: The backward that the repair `backward_from_chunked` gives; None where nobody measured it.
     """
 
     table: CostTable
     is_own: bool
+    composed: Kernel | None = None
 
 
 @cached(256, TABLES)
@@ -165,5 +167,7 @@ def costs_of(tables: Tables, arch: str, backend: str) -> Costs | None:
         for folder in reversed(tables.folders):
             path = folder / name / FOLDER / f"{backend}.toml"
             if path.is_file():
-                return Costs(read(path, CostTable), name == arch)
+                chunked = None if backend == "chunked" else costs_of(tables, arch, "chunked")
+                composed = None if chunked is None else chunked.table.backward
+                return Costs(read(path, CostTable), name == arch, composed)
     return None

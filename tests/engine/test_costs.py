@@ -91,6 +91,18 @@ def test_documents_of_a_known_number_end_anywhere():
     assert unknown.bytes == even.bytes
 
 
+def test_the_backward_of_chunked_takes_what_it_takes_there():
+    line = "bf16 b1 hq16 hkv8 sq8192 skv8192 d512 causal train"
+    costs, chunked = (costs_of(TABLES, "sm_90", backend) for backend in ("cudnn_fe", "chunked"))
+    assert costs.composed == chunked.table.backward
+    judgement = Judgement(prepared(TABLES, H200)["cudnn_fe"], Form(normalize(parse(line))), Policy())
+    assert "backward_from_chunked" in judgement.repairs
+    assert judgement.cost.device_ms > 0
+    call, final = judgement.form.call, judgement.final.form.call
+    alone = costs._replace(composed=None)
+    assert cost_of(call, final, judgement.repairs, 0, alone, peak_of(TABLES, H200)) is None
+
+
 def test_a_bias_is_read_where_the_kernel_goes():
     line = "bf16 b1 hq8 hkv8 sq8192 skv8192 d128 bias=bf16:1x8x8192x8192"
     full, causal, window = (work(line + mask) for mask in ("", " causal", " window=127,0"))
