@@ -1,7 +1,8 @@
 """Host time of packages: the package's own function by hand, `attention()` and stock, in turns.
 
 Host time is that until the call returns, of several calls one after the other; no queue of a device is full
-then. Device time is the sum of the kernels' own times. Tensors lie as models have them, tokens outermost.
+then. "attention_one_thread" runs backwards in the thread that asks for them, as users may choose. Device time
+is the sum of the kernels' own times. Tensors lie as models have them, tokens outermost.
 
 python benchmarks/package_host.py --out results.json [--only fa3] [--seconds 80] [--dry-run]
 """
@@ -213,6 +214,16 @@ def with_backward(case: Case, tensors: Given, forward: Callable[[], Tensor]) -> 
     return step
 
 
+def in_one_thread(run: Run) -> Run:
+    """Return a step whose backward runs in the thread that asks for it."""
+
+    def step() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return run()
+
+    return step
+
+
 def host_us(run: Run, *, synchronize: Run) -> float:
     """Return microseconds of the host until one call returns."""
     synchronize()
@@ -251,6 +262,8 @@ def measure(case: Case, backend: str, *, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     tensors = given(case, "cuda")
     runs = {name: with_backward(case, tensors, f) for name, f in forwards_of(case, tensors, backend)}
+    if case.train:
+        runs["attention_one_thread"] = in_one_thread(runs["attention"])
     for run in runs.values():
         run()
         run()

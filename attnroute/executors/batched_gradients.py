@@ -1,4 +1,4 @@
-"""Gradients of several outputs at once, as torch's vmap passes them to a backward: taken one after another.
+"""What backwards of our own share: no second derivative, and gradients of several outputs one after another.
 
 `torch.autograd.grad(..., is_grads_batched=True)`, `jacobian(vectorize=True)` and `torch.func.vmap` around
 `autograd.grad` run each backward once, on a tensor that stands for all samples. torch loops over the samples
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Final, NamedTuple
+from functools import wraps
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attnroute.masks.tracing import innermost_transform, is_wrapped
 
@@ -35,6 +37,20 @@ class _Samples(NamedTuple):
 
     unwrapped: tuple[Tensor | None, ...]
     wrap: Callable[[Tensor], Tensor]
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward whose gradients have none, as torch's `once_differentiable` does.
+
+    Where no second derivative is asked for, that costs the host 5 us in a thread where all is slow.
+    """
+    marked = once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        return (marked if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return run
 
 
 def in_turn(backward: Callable[..., Gradients], *grads: Tensor) -> Gradients:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from attnroute.executors.batched_gradients import in_turn
+from attnroute.executors.batched_gradients import differentiable_once, in_turn
 from attnroute.executors.packages.launcher import Launcher
 from attnroute.executors.packages.request import (
     TENSORS,
@@ -86,27 +85,18 @@ class _Call(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return (None,) * len(ctx.needs_input_grad)
-        # What makes a second derivative an error costs the host several microseconds.
-        run = _gradients_once if torch.is_grad_enabled() else _gradients
-        return None, *run(ctx, grad_out)
-
-
-def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, key, value and sink."""
-    launcher, batch, numbers = ctx.rest
-    out, lse, state, *saved = ctx.saved_tensors
-    request = Request(*saved, *numbers)
-    grads = in_turn(partial(_of_sample, launcher, request, Launched(out, lse, state), batch), grad_out)
-    query, key, value, sink = grads
-    if sink is None or request.sink is None or not ctx.needs_input_grad[-1]:
-        return query, key, value, None
-    return query, key, value, sink.to(request.sink.dtype)
-
-
-_gradients_once = once_differentiable(_gradients)
+        launcher, batch, numbers = ctx.rest
+        out, lse, state, *saved = ctx.saved_tensors
+        request = Request(*saved, *numbers)
+        of_sample = partial(_of_sample, launcher, request, Launched(out, lse, state), batch)
+        query, key, value, sink = in_turn(of_sample, grad_out)
+        if sink is None or request.sink is None or not ctx.needs_input_grad[-1]:
+            return None, query, key, value, None
+        return None, query, key, value, sink.to(request.sink.dtype)
 
 
 def _of_sample(

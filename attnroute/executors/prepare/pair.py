@@ -7,9 +7,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from attnroute.executors.batched_gradients import in_turn
+from attnroute.executors.batched_gradients import differentiable_once, in_turn
 from attnroute.executors.chunked import from_lse
 from attnroute.executors.prepare.sink import Fixed, shrunk, total
 from attnroute.executors.protocol import Executor, Inputs, Output, Pair, Plan
@@ -49,7 +48,7 @@ class _Pair(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sink, slopes, out, lse = ctx.saved_tensors
         inputs = ctx.fixed.inputs(query, key, value, sink=sink, slopes=slopes)

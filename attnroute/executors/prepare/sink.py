@@ -19,9 +19,8 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from attnroute.executors.batched_gradients import in_turn
+from attnroute.executors.batched_gradients import differentiable_once, in_turn
 from attnroute.executors.protocol import Executor, ForwardResult, Inputs, Output, Pair, Plan, Run
 from attnroute.masks.lowered.form import FULL, LoweredMask
 from attnroute.memory import cached
@@ -148,7 +147,7 @@ class _WithSink(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # A checkpoint recomputes what is saved when it is first read, and allows no second reading.
         query, key, value, attn, sink, slopes, out, lse, *saved = ctx.saved_tensors
