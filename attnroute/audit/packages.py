@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -118,6 +119,22 @@ def requirements(archive: Path) -> dict[str, Requirement]:
         lines = message_from_string(opened.read(name).decode("utf-8")).get_all("Requires-Dist", [])
     needs = [Requirement(line) for line in lines]
     return {need.name: need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})}
+
+
+def metadata(name: str, version: str) -> list[Requirement]:
+    """Return what a release says that it needs, extras left out, without fetching its wheel where pip can.
+
+    Raises:
+        PackageError: pip cannot say.
+    """
+    what = f"{name}=={version}"
+    done = _pip("install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-", what)
+    if done.returncode:
+        raise _error(f"`pip install --dry-run {what}`", "a release that this index has for this Python", done)
+    lines = json.loads(done.stdout)["install"][0]["metadata"].get("requires_dist", [])
+    needs = [Requirement(line) for line in lines]
+    on_linux = {"extra": "", "platform_system": "Linux", "platform_machine": "x86_64"}
+    return [need for need in needs if need.marker is None or need.marker.evaluate(on_linux)]
 
 
 def cache() -> Path:

@@ -1,9 +1,10 @@
-"""`attnroute tables lint|schema`, and the way to `audit`, `pages` and `changes`."""
+"""`attnroute tables lint|schema`, and the way to what else is done with tables."""
 
 from __future__ import annotations
 
 import datetime
 import json
+from importlib import import_module
 from pathlib import Path
 
 from pydantic.json_schema import models_json_schema
@@ -22,6 +23,13 @@ from attnroute.tables.read import shipped_folder
 from attnroute.tables.releases import ReleaseTable
 from attnroute.tables.schema import BackendTable, SharedRules
 
+_ELSEWHERE = {
+    "audit": ("_audit", "run"),
+    "record": ("_record", "run"),
+    "pages": ("_pages", "pages"),
+    "changes": ("_pages", "changes"),
+}
+"""Commands with a module of their own, imported when they are asked for, and the function there."""
 SCHEMA_FILE = "schema.json"
 _FILES = {
     "<arch>/arch.toml": ArchTable,
@@ -35,22 +43,19 @@ _FILES = {
 
 def run(words: list[str]) -> int:
     """Check the tables, or print or check their schema."""
-    if words[:1] == ["audit"]:
-        from attnroute.cli import _audit
-
-        return _audit.run(words[1:])
-    if words[:1] in (["pages"], ["changes"]):
-        from attnroute.cli import _pages
-
-        return (_pages.pages if words[0] == "pages" else _pages.changes)(words[1:])
+    if words and words[0] in _ELSEWHERE:
+        module, function = _ELSEWHERE[words[0]]
+        code: int = getattr(import_module(f"attnroute.cli.{module}"), function)(words[1:])
+        return code
     parser = Parser(
         "tables",
         "Check the capability tables, or print the JSON schema of their files.\n"
         "`attnroute tables audit --help` says how they are held against published releases,\n"
-        "`pages --help` how the reference pages are written, `changes --help` what tells which rows changed.",
+        "`record --help` how the data of a new one is made, `pages --help` how the reference pages are\n"
+        "written, `changes --help` what tells which rows changed.",
     )
     commands = parser.add_argument("what", choices=("lint", "schema"), help="what to do")
-    commands.metavar = "lint|schema|audit|pages|changes"
+    commands.metavar = "|".join(("lint", "schema", *_ELSEWHERE))
     parser.add_argument("--check", action="store_true", help=f"compare the schema with {SCHEMA_FILE}")
     args = parser.parse_args(words)
     if args.what == "lint":
