@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
@@ -197,6 +198,10 @@ def test_commands_of_pages_run(words, tmp_path, monkeypatch, capsys):
         given += ["--arch", "sm_90"]
     if given[0] == "conformance" and not {"--call", "--dry-run"} & set(given):
         given += ["--dry-run", "--arch", "sm_90"]
+    if given[:1] == ["tables"] and given[1] in ("audit", "record"):
+        # They ask an index.
+        import_module(f"attnroute.cli._{given[1]}").parser().parse_args(given[2:])
+        return
     # A call that a page shows as wrong is wrong.
     assert main(given) == 1 if "--call" in given else main(given) in (0, 3), capsys.readouterr().err
 

@@ -174,7 +174,8 @@ def _pip(*words: str) -> subprocess.CompletedProcess[str]:
 
 def _error(what: str, required: str, done: subprocess.CompletedProcess[str]) -> PackageError:
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    said = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "no word")
+    errors = [line for line in lines if line.startswith("ERROR")]
+    said = (errors or lines or ["no word"])[-1]
     return PackageError(
         f"{what} requires {required}; got: {shortened(said, 300)}; run it by hand to see all of it."
     )

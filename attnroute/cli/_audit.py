@@ -29,7 +29,7 @@ _SHOWN: Final = 20
 
 def run(words: list[str]) -> int:
     """Run one audit; 1 where it found something wrong."""
-    args = _parser().parse_args(words)
+    args = parser().parse_args(words)
     if args.of == FRESH:
         return _fresh()
     if args.of not in RELEASES:
@@ -38,22 +38,23 @@ def run(words: list[str]) -> int:
     return _releases(args, load(current().tables))
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def parser() -> Parser:
+    """Return what reads the command line."""
+    found = Parser(
         "tables audit",
         "Hold the tables against what published releases say of themselves. No GPU is needed; wheels come\n"
         "through pip into the user's cache folder.",
     )
-    parser.add_argument(
+    found.add_argument(
         "of",
         metavar="|".join((FRESH, *RELEASES)),
         help="which releases are published, or what those of a package take",
     )
-    parser.add_argument(
+    found.add_argument(
         "--version", action="append", metavar="V", help="this release; the newest known one by default"
     )
-    parser.add_argument("--all", action="store_true", help="every release that the tables know")
-    return parser
+    found.add_argument("--all", action="store_true", help="every release that the tables know")
+    return found
 
 
 def _fresh() -> int:
