@@ -139,7 +139,7 @@ class Samples:
     """Milliseconds of one implementation, by sample.
 
     Attributes:
-        wall: Until the device was ready.
+        wall: Until the device was ready; of decoding, at lengths that the other implementation ran before.
         host: Until the call returned, the device idle at its begin.
         new: As `wall`, of decoding steps at lengths that no other implementation ran before. cuDNN makes a
             plan for each new length, which whoever comes first waits for.
