@@ -15,6 +15,8 @@ from attnroute.conformance.trials import FAILURES, Outcome, Trial
 
 _MOST_SHRUNK = 24
 """Failures of different kinds that are made simple."""
+_SHRINKING = 45.0
+"""Seconds for each: where a call compiles, each simpler one does."""
 _EVERY = 10.0
 _REASONS = 12
 
@@ -71,8 +73,13 @@ def kind_of(trial: Trial, outcome: Outcome) -> str:
 
 def _simplest(failure: tuple[Trial, Outcome]) -> tuple[Trial, Outcome]:
     trial, outcome = failure
-    worker = Worker()
+    worker, until = Worker(), time.monotonic() + _SHRINKING
     try:
-        return shrunk(trial, outcome, lambda other: worker.ask(other, LIMIT[other.device], look=False))
+        return shrunk(
+            trial,
+            outcome,
+            lambda other: worker.ask(other, LIMIT[other.device] / 4, look=False),
+            lambda: time.monotonic() > until,
+        )
     finally:
         worker.end()

@@ -70,7 +70,7 @@ class Worker:
             connection.send((trial, look))
             outcome = connection.recv() if connection.poll(limit) else None
         except (EOFError, OSError):
-            self._process.join()
+            self._process.join(_LEAVE)
             outcome = Outcome(status="crashed", said=_end(self._process.exitcode))
         if outcome is None:
             self._process.kill()
@@ -87,7 +87,8 @@ class Worker:
                 self._connection.close()  # type: ignore[union-attr]
             self._process.join(_LEAVE)
             self._process.kill()
-            self._process.join()
+            # One that waits for a kernel which hangs may take as long to go.
+            self._process.join(_LEAVE)
         self._process = self._connection = None
 
     def _started(self) -> Connection:

@@ -29,20 +29,26 @@ _PLAIN: Final[tuple[dict[str, Any], ...]] = (
 _WIDTHS: Final = (8, 16, 32, 64)
 
 
-def shrunk(trial: Trial, outcome: Outcome, ask: Callable[[Trial], Outcome]) -> tuple[Trial, Outcome]:
+def shrunk(
+    trial: Trial,
+    outcome: Outcome,
+    ask: Callable[[Trial], Outcome],
+    is_over: Callable[[], bool] = lambda: False,
+) -> tuple[Trial, Outcome]:
     """Return the simplest trial that was found to fail in the same way.
 
     Args:
         trial: One that fails.
         outcome: How.
         ask: Runs a trial.
+        is_over: Whether the time for it is over.
     """
     asked: set[Trial] = set()
     going = True
     while going:
         going = False
         for simple in simpler(trial):
-            if simple in asked or len(asked) >= _MOST:
+            if simple in asked or len(asked) >= _MOST or is_over():
                 continue
             asked.add(simple)
             found = ask(simple)
