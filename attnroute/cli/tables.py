@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from attnroute.cli._parser import Parser
 from attnroute.engine.examples import Examples
 from attnroute.engine.pins import loose_ends
+from attnroute.engine.shown import unshown
 from attnroute.errors import TableError, printable
 from attnroute.settings import current
 from attnroute.tables.archs import ArchTable, StockTable
@@ -94,7 +95,7 @@ def _check(path: Path) -> int:
 def _lint() -> int:
     tables = load(current().tables)
     problems = lint(tables, datetime.datetime.now(tz=datetime.UTC).date())
-    problems = problems or list(Examples(tables).problems()) or list(loose_ends(tables))
+    problems = problems or [*Examples(tables).problems(), *unshown(tables)] or list(loose_ends(tables))
     for problem in problems:
         print(printable(str(problem)))
     if problems:

@@ -7,7 +7,9 @@ from typing import Annotated
 from pydantic import Field
 
 from attnroute.question.host import Arch
-from attnroute.tables.schema import Backend, Evidence, Name, Positive, Preference, Row, Versions
+from attnroute.tables.schema import Backend, Evidence, Name, Preference, Row, Versions
+
+Bytes = Annotated[int, Field(ge=48 * 1024, le=1024 * 1024, multiple_of=1024)]
 
 
 class Peak(Row):
@@ -20,10 +22,10 @@ class Peak(Row):
         l2_mib: Second-level cache in MiB, absent where no page says it.
     """
 
-    tflops: Positive
-    bandwidth_gbs: Positive
-    sms: Annotated[int, Field(gt=0)]
-    l2_mib: Positive | None = None
+    tflops: Annotated[float, Field(ge=10, le=5000)]
+    bandwidth_gbs: Annotated[float, Field(ge=50, le=20000)]
+    sms: Annotated[int, Field(gt=0, le=1000)]
+    l2_mib: Annotated[float, Field(gt=0, le=1000)] | None = None
     evidence: Annotated[list[Evidence], Field(min_length=1)]
 
 
@@ -32,12 +34,13 @@ class ArchTable(Row):
 
     Attributes:
         compute_capability: (major, minor), absent for cpu.
-        shared_memory_per_block: Bytes a block may use after opting in, absent where nobody looked.
-        cards: Example products.
+        shared_memory_per_block: Bytes | None = None
+    cards: Example products.
         costs_from: An architecture whose measured costs are scaled to the cards of this one, where neither
             this one nor one that it inherits from was measured.
         inherits: An architecture whose backend files, rules and feature answers alike, hold here where this
             one has none, and whose preferences hold behind this one's.
+        inherited_by: The shipped architectures that inherit from this one.
         backends: Backends that do not depend on the architecture and have no file of their own here.
         evidence: Where the figures come from.
         peak: What cards of this architecture can do, by name; "default" is for those without a name here.
@@ -46,9 +49,10 @@ class ArchTable(Row):
     """
 
     compute_capability: tuple[int, int] | None = None
-    shared_memory_per_block: int | None = None
+    shared_memory_per_block: Bytes | None = None
     cards: Annotated[list[str], Field(default_factory=list)]
     inherits: Arch | None = None
+    inherited_by: Annotated[list[Arch], Field(default_factory=list)]
     costs_from: Arch | None = None
     backends: Annotated[list[Backend], Field(default_factory=list)]
     evidence: Annotated[list[Evidence], Field(default_factory=list)]

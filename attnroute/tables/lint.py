@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnroute.errors import TableError
@@ -14,20 +13,25 @@ from attnroute.tables.alternatives import is_well_formed
 from attnroute.tables.cards import DEFAULT, is_one_of, peak_of
 from attnroute.tables.costs import costs_of
 from attnroute.tables.folders import ANY, SHARED, Tables
+from attnroute.tables.links import links
 from attnroute.tables.points import options_of, shared_points
 from attnroute.tables.preferences import all_preferences, placed, preferences
-from attnroute.tables.problem import Problem, problem_of, said_by
+from attnroute.tables.problem import Problem, problem_of, said_by, stating
+from attnroute.tables.references import references
 from attnroute.tables.rows import OptionRow, PreferenceRow, RuleRow
 from attnroute.tables.strays import strays
+from attnroute.tables.windows import windows
 from attnroute.vocabulary import FEATURES
 
 if TYPE_CHECKING:
     import datetime
 
-    from attnroute.tables.schema import BackendInfo, Evidence, Rule
+    from attnroute.tables.schema import BackendInfo, Rule
 
 RESERVED = ("feature-", "versions-known", "no-table", "cpu-only", "cuda-only")
 """Beginnings of rule names that the engine gives to its own findings."""
+_WORDS, _YEAR = 3, 366
+"""The fewest words of a reason, and the most days until somebody looks at a fault again."""
 _STOCK_FILE = f"{ANY}/stock.toml"
 
 
@@ -51,7 +55,10 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
         _overrides,
         _needs,
         _files,
-        _measurements,
+        windows,
+        links,
+        _reasons,
+        _scopes,
         _empty_ranges,
         _duplicates,
         _arch_evidence,
@@ -63,7 +70,8 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
         _modules,
     )
     broken = [Problem("", "", "", sentence) for sentence in tables.problems]
-    found = [*broken, *(problem for check in checks for problem in check(tables)), *_expired(tables, today)]
+    dated = (*references(tables, today), *_expired(tables, today))
+    found = [*broken, *(problem for check in checks for problem in check(tables)), *dated]
     # A row of several backends is looked at once for each.
     return list(dict.fromkeys(found))
 
@@ -104,7 +112,7 @@ def _read_all(tables: Tables) -> None:
 
 
 def _names(tables: Tables) -> Iterator[Problem]:
-    for row in _all(tables):
+    for row in stating(tables):
         if said_by(row).name.startswith(RESERVED):
             sentence = f"requires a beginning that the engine does not use itself; got {said_by(row).name}."
             yield problem_of(row, "name", sentence)
@@ -156,17 +164,6 @@ def _files(tables: Tables) -> Iterator[Problem]:
     """Every file is about a backend, or is shared and included somewhere."""
     for folder in tables.folders:
         yield from (Problem(stray.file, "", "", stray.sentence) for stray in strays(folder, tables))
-
-
-def _measurements(tables: Tables) -> Iterator[Problem]:
-    """A measurement names its data file; an installed wheel has no benchmarks to look into."""
-    for folder, file, name, evidence in _evidence(tables):
-        results = folder.parent / "benchmarks" / "results"
-        if evidence.kind != "measured" or not results.is_dir():
-            continue
-        if not (results / f"{evidence.ref}.json").is_file():
-            sentence = f"requires benchmarks/results/{evidence.ref}.json for a measurement; got no such file."
-            yield Problem(file, name, "evidence.ref", sentence)
 
 
 def _empty_ranges(tables: Tables) -> Iterator[Problem]:
@@ -302,53 +299,38 @@ def _modules(tables: Tables) -> Iterator[Problem]:
             yield Problem(f"{ANY}/{name}.toml", "", "backend.module", sentence)
 
 
+def _reasons(tables: Tables) -> Iterator[Problem]:
+    """A reason is a clause: some words, and no full stop, as explanations go on behind it."""
+    for row in stating(tables):
+        reason = said_by(row).because
+        if len(reason.split()) < _WORDS or reason != reason.strip(" ."):
+            yield problem_of(row, "because", f'requires a clause that says why; got "{reason}".')
+
+
+def _scopes(tables: Tables) -> Iterator[Problem]:
+    """Only a backend that torch's own selector knows has rows about one of its two ways."""
+    torchs = {name for order in tables.stock for name in order.order}
+    for arch in tables.arch_names:
+        for backend in tables.backends:
+            for row in tables.rules(arch, backend) or ():
+                if row.rule.scope != "call" and backend not in torchs:
+                    sentence = f"requires call, as torch does not select {backend}; got {row.rule.scope}."
+                    yield problem_of(row, "scope", sentence)
+
+
 def _expired(tables: Tables, today: datetime.date) -> Iterator[Problem]:
     for row in tables.all_rows():
         day = row.rule.recheck_after
         if day is not None and day < today:
             sentence = f"has passed on {day}; measure again, then narrow the row or move the day."
             yield problem_of(row, "recheck_after", sentence)
-
-
-def _all(tables: Tables) -> Iterator[RuleRow | OptionRow]:
-    yield from tables.all_rows()
-    yield from tables.all_options()
-
-
-def _evidence(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
-    """Folder, file, row and evidence of everything that cites any."""
-    for row in _all(tables):
-        for evidence in said_by(row).evidence:
-            yield (
-                row.file.parent.parent,
-                f"{row.file.parent.name}/{row.file.name}",
-                said_by(row).name,
-                evidence,
+        elif day is not None and (day - today).days > _YEAR:
+            yield problem_of(row, "recheck_after", f"requires a day within a year; got {day}.")
+        elif day is not None and row.rule.kind == "limit":
+            sentence = (
+                "requires a fault, which gets fixed; got the kind limit; say the kind, or drop the day."
             )
-    first = tables.folders[0]
-    for backend, info in tables.backends.items():
-        for evidence in info.devices.evidence if info.devices is not None else ():
-            yield first, f"{ANY}/{backend}.toml", "devices", evidence
-    for scope in (ANY, *tables.arch_names):
-        for backend in tables.backends:
-            for feature, answer in tables.answers(scope, backend).items():
-                for evidence in answer.evidence:
-                    yield first, f"{scope}/{backend}.toml", f"features.{feature}", evidence
-    yield from _evidence_of_archs(tables)
-
-
-def _evidence_of_archs(tables: Tables) -> Iterator[tuple[Path, str, str, Evidence]]:
-    for arch in tables.arch_names:
-        table = tables.arch(arch)
-        for evidence in table.evidence:
-            yield tables.folders[0], f"{arch}/arch.toml", "", evidence
-        for card, peak in table.peak.items():
-            for evidence in peak.evidence:
-                yield tables.folders[0], f"{arch}/arch.toml", f"peak.{card}", evidence
-    for row in all_preferences(tables):
-        folder, scope = row.file.parent.parent, row.file.parent.name
-        for evidence in row.preference.evidence:
-            yield folder, f"{scope}/arch.toml", row.preference.name, evidence
+            yield problem_of(row, "recheck_after", sentence)
 
 
 def _used_rows(tables: Tables) -> Iterator[tuple[RuleRow | OptionRow, BackendInfo]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnroute.tables.rows import OptionRow, RuleRow
 
 if TYPE_CHECKING:
+    from attnroute.tables.folders import Tables
     from attnroute.tables.schema import Option, Rule
 
 
@@ -40,3 +42,9 @@ def problem_of(row: RuleRow | OptionRow, field: str, sentence: str) -> Problem:
 def said_by(row: RuleRow | OptionRow) -> Rule | Option:
     """Return what a row says."""
     return row.rule if isinstance(row, RuleRow) else row.option
+
+
+def stating(tables: Tables) -> Iterator[RuleRow | OptionRow]:
+    """Give every row that states something about kernels, each once."""
+    yield from tables.all_rows()
+    yield from tables.all_options()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Module = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
 _ANY: Final = "any"
-_MEASURED: Final = frozenset({"torch", "cuda", "cudnn", "c++", "avx2"})
+MEASURED: Final = frozenset({"torch", "cuda", "cudnn", "c++", "avx2"})
 """What backends may need that is no distribution to look for: a host has its version from elsewhere."""
 _INTEGRATED: Final = ("transformers",)
 """Distributions that `attnroute.integrations` rests on: a host has their versions too."""
@@ -99,7 +99,7 @@ def providers_of(tables: Tables) -> Providers:
                 raise TableError(f"{_ANY}/{backend}.toml: {sentence}.")
     infos = (tables.info(arch, backend) for arch in (_ANY, *tables.arch_names) for backend in tables.backends)
     names = (*names_in(need for info in infos for need in info.needs), *_INTEGRATED)
-    return Providers({**{name: UNDESCRIBED for name in names if name not in _MEASURED}, **found})
+    return Providers({**{name: UNDESCRIBED for name in names if name not in MEASURED}, **found})
 
 
 def _described(tables: Tables, backend: str) -> Iterator[tuple[str, Provider]]:

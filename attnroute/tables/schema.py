@@ -29,8 +29,7 @@ Ranges = str | list[str]
 Examples = str | Annotated[list[str], Field(min_length=1)]
 OptionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")]
 OptionValue = bool | int | str
-Seconds = Annotated[float, Field(ge=0.0)]
-Positive = Annotated[float, Field(gt=0.0)]
+Seconds = Annotated[float, Field(ge=0.0, le=600.0)]
 
 
 class Row(BaseModel):
@@ -250,6 +249,20 @@ class FeatureAnswer(Row):
     evidence: Annotated[list[Evidence], Field(min_length=1)]
 
 
+class Shows(Row):
+    """Calls that show which features a backend has; each is a call line, for checks and people.
+
+    Attributes:
+        takes: Calls that need none but features that it has.
+        repaired: Calls that need one that it lacks, without which its repair does.
+        refuses: Calls that need one that it lacks.
+    """
+
+    takes: Annotated[list[str], Field(default_factory=list)]
+    repaired: Annotated[list[str], Field(default_factory=list)]
+    refuses: Annotated[list[str], Field(default_factory=list)]
+
+
 class Devices(Row):
     """The kinds of device that a backend has kernels for; on every other it is rejected."""
 
@@ -297,21 +310,25 @@ class BackendTable(Row):
 
     Attributes:
         include: Other files, as `folder/name`, whose rules and options hold here too, with their own ids.
+        included_by: The shipped files that include this one, so that none is dropped or added unnoticed.
         backend: In `any/` alone.
         provider: In `any/` alone, each distribution in one file: how it is found.
         needs: In an architecture's folder: what must be there in place of `needs` in `any/`.
         first_call_seconds: In an architecture's folder: in place of that in `any/`.
         features: Every feature in `any/`; in an architecture's folder those with another answer there.
+        shows: Calls that show each answer in `features`.
         rule: The file's own rows.
         option: The file's own options.
     """
 
     include: Annotated[list[Shared], Field(default_factory=list)]
+    included_by: Annotated[list[Shared], Field(default_factory=list)]
     backend: BackendInfo | None = None
     provider: Annotated[dict[str, Provider], Field(default_factory=dict)]
     needs: Annotated[list[str] | None, Field(min_length=1)] = None
     first_call_seconds: tuple[Seconds, Seconds] | None = None
     features: Annotated[dict[Feature, FeatureAnswer], Field(default_factory=dict)]
+    shows: Shows | None = None
     rule: Annotated[list[Rule], Field(default_factory=list)]
     option: Annotated[list[Option], Field(default_factory=list)]
 

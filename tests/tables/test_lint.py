@@ -14,7 +14,7 @@ from attnroute.tables.lint import lint
 from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 
-TODAY = datetime.date(2026, 11, 27)
+TODAY = datetime.date(2026, 12, 31)
 ROW = """
 [[rule]]
 name = "{name}"
@@ -24,7 +24,7 @@ requires = {{ head_dim_qk = "<=100" }}
 because = "of this test"
 refuses = "bf16 b1 hq8 sq64 d104"
 takes = "bf16 b1 hq8 sq64 d96"
-evidence = [{{ kind = "{evidence}", ref = "nowhere" }}]
+evidence = [{{ kind = "{evidence}", ref = "nowhere", date = 2026-11-27 }}]
 {more}
 """
 
@@ -35,7 +35,7 @@ name = "{name}"
 versions = {{ {versions} }}
 set = {{ BLOCK_M = 32 }}
 because = "of this test"
-evidence = [{{ kind = "{evidence}", ref = "nowhere" }}]
+evidence = [{{ kind = "{evidence}", ref = "nowhere", date = 2026-11-27 }}]
 """
 
 
@@ -216,12 +216,12 @@ def test_what_never_runs_is_told_apart_by_the_distributions_that_rows_name(broke
 
 
 def test_a_fault_whose_day_has_passed(broken):
-    append(broken / "sm_90" / "flash.toml", row(kind="crash", more="recheck_after = 2026-11-26"))
-    assert "2026-11-26" in only(problems(broken), "sm_90/flash.toml", "recheck_after")
+    append(broken / "sm_90" / "flash.toml", row(kind="crash", more="recheck_after = 2026-12-30"))
+    assert "2026-12-30" in only(problems(broken), "sm_90/flash.toml", "recheck_after")
 
 
 def test_a_fault_whose_day_is_today(broken):
-    append(broken / "sm_90" / "flash.toml", row(kind="crash", more="recheck_after = 2026-11-27"))
+    append(broken / "sm_90" / "flash.toml", row(kind="crash", more="recheck_after = 2026-12-31"))
     assert problems(broken) == []
 
 

@@ -14,7 +14,7 @@ from attnroute.tables.lint import lint
 from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 
-TODAY = datetime.date(2026, 11, 27)
+TODAY = datetime.date(2026, 12, 31)
 EVIDENCE = 'evidence = [{ kind = "docs", ref = "a page" }]'
 NAMES = {
     ("sm_90", "NVIDIA H100 80GB HBM3"): (989.4, 3352, 132),
@@ -49,7 +49,9 @@ def test_no_numbers_are_those_of_another_architecture(arch):
 
 
 def overlay(folder, cards):
-    rows = "\n".join(f'"{card}" = {{ tflops = 1, bandwidth_gbs = 2, sms = 3, {EVIDENCE} }}' for card in cards)
+    rows = "\n".join(
+        f'"{card}" = {{ tflops = 100, bandwidth_gbs = 200, sms = 3, {EVIDENCE} }}' for card in cards
+    )
     return put(folder, {"sm_107/arch.toml": f'cards = ["R1"]\n{EVIDENCE}\n[peak]\n{rows}\n'})
 
 
