@@ -36,6 +36,7 @@ CORE_TESTS = (
     "tests/test_memory.py",
     "tests/test_plugins.py",
     "tests/test_policy_and_settings.py",
+    "tests/test_reference.py",
     "tests/test_suggestions.py",
 )
 

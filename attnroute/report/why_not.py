@@ -19,7 +19,7 @@ _BEHIND: Final = {
     "quadratic": "it holds {scores} of scores, and such backends come after all others",
     "mask": "it builds {mask} of mask, an entry for every query and key, and {first} builds none",
     "slow": "a row calls it slow for this call, and no time is predicted for it",
-    "preference": "no time is predicted for both, and {first} stands before it {order}",
+    "preference": "{first} stands before it {order}",
 }
 
 

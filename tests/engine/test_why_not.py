@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.costs import predicting
 from support.strategies import calls, hosts
 
 from attnroute.engine.advice import why_not
@@ -67,11 +68,13 @@ def test_the_change_of_a_call_is_said_in_words_of_its_line(line, change):
 
 
 def test_of_a_kind_of_change_the_smallest_is_named():
-    lengths = [hint.change for hint in asked("flash").changes if hint.change.startswith("sq")]
-    (length,) = lengths
-    shorter = int(length.split()[0].removeprefix("sq"))
-    assert asked("flash", LINE.replace("4096", str(shorter))).decision.selected == "flash"
-    assert asked("flash", LINE.replace("4096", str(2 * shorter))).decision.selected != "flash"
+    def took(backend, final, *_):
+        return {"cudnn": (1.0, 0.0), "flash": (final.seqlen_kv / 1500, 0.0)}.get(backend)
+
+    with predicting(took) as tables:
+        answer = explain_why_not(parse(LINE), H100, tables, Policy(), "flash")
+    lengths = [hint.change for hint in answer.changes if hint.change.startswith("sq")]
+    assert lengths == ["sq1024 skv1024 in place of sq4096 skv4096"]
 
 
 def test_a_setting_that_keeps_it_out_is_named_with_its_origin():
