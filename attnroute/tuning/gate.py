@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnroute.api.attention import attention
+from attnroute.question.nodes import FunctionBias
 from attnroute.tuning.reference import attend
 
 if TYPE_CHECKING:
@@ -130,10 +131,11 @@ def _floor(name: str, call: Call, sizes: Sizes) -> float:
         # A key's row sums over all queries that share it.
         shared = call.seqlen_q / max(1, call.seqlen_kv) * call.num_heads_q / call.num_heads_kv
         return score * sizes.query * max(1.0, shared)
-    if name in ("sink", "alibi_slopes"):
-        # One number sums over all queries of a head: for slopes, of distances between query and key.
+    if name in ("sink", "alibi_slopes") or (name == "bias" and isinstance(call.bias, FunctionBias)):
+        # One number sums over all queries of a head: for slopes, of distances between query and key, as the
+        # function that `remake` makes has them.
         reach = (call.seqlen_q + call.seqlen_kv) / 4
-        weight = max(1.0, reach) if name == "alibi_slopes" else 1 / (1 + call.seqlen_kv)
+        weight = 1 / (1 + call.seqlen_kv) if name == "sink" else max(1.0, reach)
         return score * weight * math.sqrt(call.batch * call.seqlen_q * call.num_heads_q)
     return score * sizes.key if name == "query" else score if name == "bias" else 0.0
 

@@ -24,6 +24,8 @@ LINES = [
     "bf16 b2 hq4 sq64 d32 dropout=0.1",
     "bf16 b2 hq4 sq200 skv1 d32 train",
     "fp64 b2 hq4 sq64 d32 train",
+    "fp16 b1 hq1 sq16 skv2 d16 function_bias:grad train qkv_grad",
+    "fp32 b1 hq1 sq2 skv1 d16 alibi:grad train qkv_grad",
 ]
 
 
