@@ -23,7 +23,8 @@ from attnroute.tables.read import shipped_folder
 ROOT = Path(__file__).parents[2]
 TODAY = datetime.date(2026, 12, 31)
 DATA = Path(__file__).parent / "data" / "seeded_faults.toml"
-FAULTS = tomllib.loads(DATA.read_text(encoding="utf-8"))["fault"]
+SAID = tomllib.loads(DATA.read_text(encoding="utf-8"))
+FAULTS = SAID["fault"]
 ROW = re.compile(r"^(?=\[\[)", re.MULTILINE)
 UNREAD = re.compile(r"costs/|schema")
 
@@ -108,3 +109,10 @@ def test_a_fault_is_named(fault, tmp_path):
         assert path.read_text(encoding="utf-8") != text
         said = told(root / "capability_tables")
         assert place.name in said, f"{place.path}: {place.name}: {place.match[0]!r}: {said[:500] or 'clean'}"
+
+
+def test_kinds_are_counted_once_and_those_that_stay_unfound_have_a_reason():
+    names = [fault["name"] for fault in (*FAULTS, *SAID["unfound"])]
+    assert len(set(names)) == len(names)
+    assert len(FAULTS) >= 70
+    assert all(fault["because"] for fault in SAID["unfound"])
