@@ -217,3 +217,23 @@ def test_a_call_and_its_backward_run_few_functions(name, train, monkeypatch):
             grad = torch.randn_like(out)
             _, backward = ours(torch.autograd.grad, out, (inputs.query, inputs.key, inputs.value), grad)
             assert backward <= CALLS[name, train][1]
+
+
+def test_what_torch_moves_while_it_selects_is_no_change(monkeypatch):
+    """Its first selection in a process puts cuDNN in front, for good."""
+    order = ["flash"]
+    ran = select(monkeypatch, SDPBackend.EFFICIENT_ATTENTION.value)
+
+    def choose(*_, **__):
+        order[0] = "cudnn"
+        return SDPBackend.EFFICIENT_ATTENTION.value
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    monkeypatch.setattr(handover, "_SWITCHES", (lambda: order[0],))
+    executor, fresh, how, given = made("efficient alone")
+    with CudaOperators():
+        run = bind(executor, fresh(), how, given)
+        assert run(*passed(fresh(), given)) is not None
+        order[0] = "math"
+        assert run(*passed(fresh(), given)) is not None
+    assert len(ran) == 1

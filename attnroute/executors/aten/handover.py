@@ -66,7 +66,6 @@ def _handed_over(choice: SDPBackend, inputs: Inputs, operator: Bound | None) -> 
         return None
     if attn is not None and attn.dim() not in _DIMS:
         return None
-    known = tuple(map(call, _SWITCHES))
     # Each argument that torch must read costs the host more than it looks.
     named: dict[str, Any] = {"is_causal": True} if is_causal(inputs) else {}
     if inputs.dropout_p:
@@ -77,6 +76,8 @@ def _handed_over(choice: SDPBackend, inputs: Inputs, operator: Bound | None) -> 
         named["enable_gqa"] = True
     if torch._fused_sdp_choice(inputs.query, inputs.key, inputs.value, attn, **named) != choice.value:
         return None
+    # Read after torch has selected: its first selection in a process puts cuDNN in front.
+    known = tuple(map(call, _SWITCHES))
     handed_over: Bound = partial(_attention, **named) if named else _attention
 
     def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
