@@ -143,14 +143,15 @@ def test_every_memory_states_its_owner_its_bound_and_when_it_is_stale():
 
 PACKAGE = Path(attnroute.__file__).parent
 LISTENERS = {
+    "audit/standins.py": {"_GIVEN"},
     "api/routes.py": {"LISTENERS"},
     "executors/first_call.py": {"_LISTENERS"},
     "executors/launch.py": {"_LISTENERS"},
     "integrations/transformers/__init__.py": {"_REGISTERED"},
     "question/facts/registry.py": {"FACTS"},
 }
-"""Containers that are filled later and are no memory: who listens, names that a user registers, and what
-decorators collect while attnroute is imported."""
+"""Containers that are filled later and are no memory: who listens, names that a user registers, what
+decorators collect while attnroute is imported, and what a process of the audit is given at its start."""
 
 
 @pytest.mark.parametrize(
