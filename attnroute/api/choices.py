@@ -104,7 +104,7 @@ def chosen(call: Call, host: Host, tables: Tables, policy: Policy) -> Choice:
     if choice is None:
         selection = _new_selection(call, host, tables, policy)
         choice = Choice.of(selection)
-        if _is_shared(where, choice.backend, tables):
+        if where is not None and is_shared(choice.backend, tables):
             _CLASSES.put(where, choice)
     return choice
 
@@ -116,7 +116,7 @@ def decided(call: Call, host: Host, tables: Tables, policy: Policy) -> tuple[Cho
     if made is None:
         selection = _new_selection(call, host, tables, policy)
         made = (Choice.of(selection), describe(selection))
-        if _is_shared(where, selection.selected, tables):
+        if where is not None and is_shared(made[0].backend, tables):
             _DECISIONS.put(where, made)
     return made
 
@@ -142,9 +142,12 @@ def _informed(call: Call, host: Host, policy: Policy) -> Policy:
     return tuned.informed(call, host, failures.known(call, host, policy))
 
 
-def _is_shared(where: object, backend: str | None, tables: Tables) -> bool:
-    """The slow tier says its bytes, which every length changes, so each of its calls is decided by itself."""
-    return where is not None and backend not in tables.slow_tier
+def is_shared(backend: str, tables: Tables) -> bool:
+    """Return whether a choice of a backend holds for its whole class of calls.
+
+    The slow tier says its bytes, which every length changes, so each of its calls is decided by itself.
+    """
+    return backend not in tables.slow_tier
 
 
 def _new_selection(call: Call, host: Host, tables: Tables, policy: Policy) -> Selection:

@@ -13,6 +13,7 @@ from attnroute.api.choices import Choice
 from attnroute.api.question import call_of
 from attnroute.api.records import Output, Problem, RouteKey
 from attnroute.api.validate import check
+from attnroute.engine.classes import class_of_keys
 from attnroute.engine.decision import Decision
 from attnroute.engine.rounding import rounded_down
 from attnroute.executors import first_call, registry
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LIKE_KEPT = 256
-"""Last calls of those that differ only in their number of keys."""
+"""Kinds of calls of which only the number of keys differs."""
+NUMBERS_KEPT = 128
+"""Classes of that number for each kind."""
 ROUTES_KEPT = 4096
 """Routes of calls that are the same but for the values of tensors."""
 MUCH_MEMORY = 64 * 2**20
@@ -73,11 +76,12 @@ _ROUTES: Memory[object, Route] = Memory(
     f"{__name__}._ROUTES",
     "when its backend fails",
 )
-_LIKE: Memory[object, tuple[Call, Route]] = Memory(
+_LIKE: Memory[object, tuple[Call, Memory[object, Route]]] = Memory(
     LIKE_KEPT,
     f"{__name__}._LIKE",
-    "never: the route counts where the same is chosen again",
+    "when a backend fails",
 )
+"""The first of such calls, and the route for each class of numbers of keys."""
 
 
 LISTENERS: list[Callable[[Route, Problem], None]] = []
@@ -91,6 +95,7 @@ def lookup(key: object) -> Route | None:
 
 def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
     """Drop the routes to a backend whose choice `concerns` picks out; return these choices."""
+    _LIKE.forget()
     gone = _ROUTES.drop(lambda route: route.choice.backend == backend and concerns(route.choice))
     return [route.choice for route in gone] + choices.drop(backend, concerns)
 
@@ -111,18 +116,22 @@ def make(problem: Problem, policy: Policy, key: RouteKey, *, is_free: bool = Tru
     place = lengths.place_of(problem, key)
     like = None if place is None else _LIKE.get(place)
     call, host, tables = _question(problem, policy, None if like is None else like[0])
-    choice = choices.chosen(call, host, tables, policy)
+    number, routes = None, None
+    if place is not None:
+        number = class_of_keys(call, host.arch, tables)
+        routes = _LIKE.keep(place, lambda: (call, Memory(NUMBERS_KEPT)))[1] if like is None else like[1]
+    known = None if routes is None or number is None else routes.get(number)
+    choice = choices.chosen(call, host, tables, policy) if known is None else known.choice
     if is_free and (free := _wanting(choice, problem)) is not None:
         host = host.model_copy(update={"free_memory": rounded_down(free)})
         choice = choices.chosen(call, host, tables, policy)
-    known = None if like is None else like[1]
     route = _route(problem, call, choice) if known is None or known.choice is not choice else known
-    if place is not None:
-        _LIKE.put(place, (call, route))
     # What is chosen while a CUDA graph is captured may compile nothing, and memory may be free again; other
     # calls may choose otherwise.
     if not call.context.cuda_graph and host.free_memory is None:
         _ROUTES.put(key, route)
+        if routes is not None and number is not None and choices.is_shared(choice.backend, tables):
+            routes.put(number, route)
     return route
 
 

@@ -161,7 +161,7 @@ def _held(box: tuple[Check, ...], facts: Facts) -> Tri:
     for field, holds, spec in box:
         value = facts[field]
         # Comparing in C costs a new class of calls no Python call for each of some hundred checks.
-        if holds is not None and value.__class__ in _KNOWN:
+        if holds is not None and value.__class__ in KNOWN:
             if not holds(value):
                 return "false"
         elif (found := evaluate(spec, value, facts)) == "false":
@@ -171,7 +171,7 @@ def _held(box: tuple[Check, ...], facts: Facts) -> Tri:
     return result
 
 
-_KNOWN: Final = frozenset({bool, int, float, str})
+KNOWN: Final = frozenset({bool, int, float, str})
 _COMPILED: Final[Memory[str, Compiled]] = Memory(8192, f"{__name__}._COMPILED", PURE)
 
 

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from support.costs import by_size, predicting
 from support.strategies import calls, hosts
 
-from attnroute.engine.classes import class_of, length_conditions
+from attnroute.engine.classes import QUERY_FACTS, class_of, class_of_keys, length_conditions
 from attnroute.engine.decide import decide
 from attnroute.errors import ArgumentError
 from attnroute.question import fits
 from attnroute.question.call import Call
+from attnroute.question.facts import LENGTH_FACTS, Facts
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.question.nodes import DenseBias, DenseNode, FunctionNode
@@ -155,6 +156,33 @@ def test_masks_that_no_decision_tells_apart_are_one_class(one, other):
 def test_what_stands_inside_a_combination_is_part_of_the_class(one, other):
     first, second = (class_of(parse(COMBINED + mask), "sm_90", load()) for mask in (one, other))
     assert first != second
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("sizes", ["b4 hq32 hkv8 sq1", "b2 hq8 sq70 train", "b9000 hq8 sq4"])
+@pytest.mark.parametrize("mask", ["", "keys", "keys-left", "keys:finite"])
+def test_calls_with_equal_classes_of_their_number_of_keys_are_of_one_class(arch, sizes, mask):
+    call, seen, shared = parse(f"bf16 {sizes} skv100 d128 {mask}"), {}, 0
+    for n in (*range(1, 700), *range(1000, 9000, 37), *range(2**16 - 3, 2**16 + 3), 2**21, 2**21 + 1, 2**24):
+        other = call.changed(seqlen_kv=n)
+        number = class_of_keys(other, arch, load())
+        if number is not None:
+            where = class_of(other, arch, load())
+            shared += number in seen
+            assert seen.setdefault(number, where) == where
+    assert shared > 600
+
+
+@given(calls(), st.integers(0, 2**20))
+def test_facts_about_queries_read_no_number_of_keys(call, number):
+    other = call.changed(seqlen_kv=number)
+    assert {n: Facts(call)[n] for n in QUERY_FACTS} == {n: Facts(other)[n] for n in QUERY_FACTS}
+    assert QUERY_FACTS <= LENGTH_FACTS
+
+
+@pytest.mark.parametrize("rest", ["causal", "keys=3", "dense=1x300", "alibi", "documents"])
+def test_a_number_of_keys_that_takes_part_in_more_has_no_class(rest):
+    assert class_of_keys(parse(f"{COMBINED} {rest}"), "sm_90", load()) is None
 
 
 def test_batches_that_must_be_split_have_no_class():
