@@ -162,7 +162,7 @@ class KeyPadding(Mask):
             kept = tuple(max(extent.seqlen_kv - n, 0) for n in self.left)
             return (KeyPaddingNode(lengths=kept, side="left", finite=self.finite),)
         side = "right" if self.lengths is not None else "left" if self.left is not None else "any"
-        return (KeyPaddingNode(side=side, finite=self.finite),)  # type: ignore[arg-type]
+        return (KeyPaddingNode.unchecked(side=side, finite=self.finite),)
 
     def key(self) -> object:
         """Return what the description depends on."""
