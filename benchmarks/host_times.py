@@ -27,6 +27,9 @@ Run = Callable[[], object]
 SHAPE = (1, 4, 64 if torch.cuda.is_available() else 16, 64)
 """Batch, query heads, length, head_dim: the kernel takes less than what is before it."""
 ROUNDS, BURST = 41, 40
+NUMBERS = range(65, 365)
+"""Of keys, in calls that have another one each."""
+GROWING = "one query, a new number of keys"
 PACKAGES = "-fa2,-fa3,-fa4,-te,-cudnn_fe,-flex_fa4"
 
 
@@ -155,6 +158,28 @@ def measure(case: Case, layout: str, device: str, dtype: torch.dtype, rounds: in
     return {"selected": selected, **in_turns(runs, device, rounds)}
 
 
+def growing(device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Time one query at a new number of keys in each call, as the first layer of a step of decoding has it.
+
+    Stock is first at each number, so that it alone waits where its kernel makes a plan for that.
+    """
+    from attnroute import attention, explain
+
+    batch, heads, _, width = SHAPE
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    times: dict[str, list[float]] = {"stock": [], "attention": []}
+    query = torch.randn(batch, heads, 1, width, device=device, dtype=dtype)
+    for keys in NUMBERS:
+        key, value = (torch.randn(batch, heads, keys, width, device=device, dtype=dtype) for _ in range(2))
+        for name, run in (("stock", scaled_dot_product_attention), ("attention", attention)):
+            wait()
+            start = time.perf_counter()
+            run(query, key, value)
+            times[name].append((time.perf_counter() - start) * 1e6)
+    found = {n: {"median": round(median(t), 2), "least": round(min(t), 2)} for n, t in times.items()}
+    return {"selected": explain(query, key, value).selected, **found}
+
+
 def where(device: str) -> dict[str, str]:
     """Return card, driver, versions and date."""
     if device == "cuda":
@@ -163,6 +188,17 @@ def where(device: str) -> dict[str, str]:
         return environment()
     card = platform.processor() or platform.machine()
     return {"card": card, "torch": torch.__version__, "date": date.today().isoformat()}  # noqa: DTZ011
+
+
+def show(name: str, row: dict[str, Any]) -> None:
+    """Print the times of one kind of call."""
+    stock, ours, bare = row["stock"], row["attention"], row.get("operator", {"median": float("nan")})
+    print(
+        f"{name:40}{row['selected']!s:>10}{stock['median']:9.1f}{bare['median']:9.1f}"
+        f"{ours['median']:9.1f}{ours['median'] - stock['median']:12.1f}"
+        f"  ({ours['least'] - stock['least']:.1f})",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -188,13 +224,10 @@ def main() -> None:
         for layout in ("bhsd", "tokens outermost"):
             row = measure(case, layout, options.device, dtype, options.rounds)
             results["us"][f"{name}, {layout}"] = row
-            stock, ours, bare = row["stock"], row["attention"], row.get("operator", {"median": float("nan")})
-            print(
-                f"{name + ', ' + layout:40}{row['selected']!s:>10}{stock['median']:9.1f}{bare['median']:9.1f}"
-                f"{ours['median']:9.1f}{ours['median'] - stock['median']:12.1f}"
-                f"  ({ours['least'] - stock['least']:.1f})",
-                flush=True,
-            )
+            show(f"{name}, {layout}", row)
+    if not options.only or any(part in GROWING for part in options.only):
+        results["us"][GROWING] = growing(options.device, dtype)
+        show(GROWING, results["us"][GROWING])
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
