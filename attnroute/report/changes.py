@@ -11,7 +11,9 @@ from attnroute.errors import printable
 Rows = dict[str, dict[str, Any]]
 """The content of every row by its id."""
 _KINDS: Final = ("rule", "option", "prefer")
-_UNSAID: Final = frozenset({"name", "files", "refuses", "takes", "evidence", "recheck_after"})
+_UNSAID: Final = frozenset(
+    {"name", "files", "refuses", "takes", "not_for", "kernels", "evidence", "recheck_after"}
+)
 """Keys that change no decision."""
 
 

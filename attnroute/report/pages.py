@@ -211,6 +211,7 @@ def _rule(row: RuleRow) -> Iterator[str]:
     if examples:
         yield f"* {'; '.join(examples)}"
     yield from _evidence_lines(rule.evidence)
+    yield from (f"* not for `{backend}`: {_linked(reason)}" for backend, reason in rule.not_for.items())
     if rule.recheck_after is not None:
         yield f"* looked at again after {rule.recheck_after}"
     yield ""

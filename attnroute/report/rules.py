@@ -65,7 +65,8 @@ def _parts(content: Rule | Option | Preference | FeatureAnswer | BackendInfo) ->
         return [*_guarded(content), *_evidence(content.evidence)]
     if isinstance(content, Rule):
         recheck = f"after {content.recheck_after}" if content.recheck_after else ""
-        return [*_rule(content), *_evidence(content.evidence), ("recheck", recheck)]
+        denied = [("not for", f"{backend}: {reason}") for backend, reason in content.not_for.items()]
+        return [*_rule(content), *_evidence(content.evidence), *denied, ("recheck", recheck)]
     if isinstance(content, FeatureAnswer):
         answer = content.value if isinstance(content.value, str) else str(content.value).lower()
         return [("answer", answer), ("repair", content.repair or ""), *_evidence(content.evidence)]
@@ -75,6 +76,7 @@ def _parts(content: Rule | Option | Preference | FeatureAnswer | BackendInfo) ->
         ("needs", ", ".join(content.needs)),
         ("known", versions_words(content.versions_known)),
         ("operators", ", ".join(content.operators)),
+        ("kernels", ", ".join(content.kernels)),
         ("memory", f"{content.memory} in the sequence length"),
         ("first call", _seconds(content.first_call_seconds)),
     ]

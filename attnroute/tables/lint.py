@@ -19,6 +19,7 @@ from attnroute.tables.preferences import all_preferences, placed, preferences
 from attnroute.tables.problem import Problem, problem_of, said_by, stating
 from attnroute.tables.references import references
 from attnroute.tables.rows import OptionRow, PreferenceRow, RuleRow
+from attnroute.tables.siblings import siblings
 from attnroute.tables.strays import strays
 from attnroute.tables.windows import windows
 from attnroute.vocabulary import FEATURES
@@ -57,6 +58,7 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
         _files,
         windows,
         links,
+        siblings,
         _reasons,
         _scopes,
         _empty_ranges,
@@ -302,9 +304,10 @@ def _modules(tables: Tables) -> Iterator[Problem]:
 def _reasons(tables: Tables) -> Iterator[Problem]:
     """A reason is a clause: some words, and no full stop, as explanations go on behind it."""
     for row in stating(tables):
-        reason = said_by(row).because
-        if len(reason.split()) < _WORDS or reason != reason.strip(" ."):
-            yield problem_of(row, "because", f'requires a clause that says why; got "{reason}".')
+        denials = row.rule.not_for if isinstance(row, RuleRow) else {}
+        for field, reason in (("because", said_by(row).because), *(("not_for", r) for r in denials.values())):
+            if len(reason.split()) < _WORDS or reason != reason.strip(" ."):
+                yield problem_of(row, field, f'requires a clause that says why; got "{reason}".')
 
 
 def _scopes(tables: Tables) -> Iterator[Problem]:

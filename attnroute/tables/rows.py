@@ -65,6 +65,7 @@ def wrong_device(arch: str, backend: str, info: BackendInfo, file: Path) -> Rule
         versions={},
         when={},
         requires="never",
+        not_for={},
         because=f"the kernel exists for {' and '.join(_KERNELS[kind] for kind in info.devices.kinds)} only",
         evidence=info.devices.evidence,
     )

@@ -149,6 +149,8 @@ class _Condition(Row):
         refuses: Calls that this row rejects, each a call line, then ` on ` and what matters of the machine:
             `bf16 b2 hq8 sq512 d64 thd on sm_90 cudnn=9.15.0`. For checks and people; no decision reads it.
         takes: Calls that it lets pass, as near to those as can be.
+        not_for: By the name of another backend with the same kernel, why the issues that are cited here say
+            nothing of it.
     """
 
     name: Name
@@ -162,6 +164,7 @@ class _Condition(Row):
     because: str
     refuses: Examples | None = None
     takes: Examples | None = None
+    not_for: Annotated[dict[Backend, str], Field(default_factory=dict)]
     recheck_after: datetime.date | None = None
 
     @field_validator("when", "requires")
@@ -282,6 +285,8 @@ class BackendInfo(Row):
             ends at the release that `releases.toml` names; `==name` asks for the version that another
             distribution has.
         operators: The operators whose appearance shows that this backend ran.
+        kernels: Kernels that other backends run too, by a name that they all use: what is reported of one of
+            these backends has to be said, or denied, of the others.
         memory: "linear" or "quadratic" in the sequence length.
         devices: The kinds of device that it runs on; absent where it runs on every one.
         first_call_seconds: How long the first call of each structure compiles, the least and the most that
@@ -294,6 +299,7 @@ class BackendInfo(Row):
     needs: list[str]
     versions_known: Annotated[dict[str, Ranges], AfterValidator(_check_known)]
     operators: list[str]
+    kernels: Annotated[list[Name], Field(default_factory=list)]
     memory: Literal["linear", "quadratic"]
     devices: Devices | None = None
     first_call_seconds: tuple[Seconds, Seconds] | None = None

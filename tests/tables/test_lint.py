@@ -215,6 +215,12 @@ def test_what_never_runs_is_told_apart_by_the_distributions_that_rows_name(broke
     assert any("sm_90/flash/one" in problem.sentence for problem in problems(broken)) is told
 
 
+def test_a_reason_why_not_for_another_backend_is_a_clause(broken):
+    said = row(evidence="issue", more='not_for = { flash = "not here." }').replace("nowhere", "owner/name#1")
+    append(broken / "any" / "fa2.toml", said)
+    assert 'got "not here.".' in only(problems(broken), "any/fa2.toml", "not_for")
+
+
 def test_a_fault_whose_day_has_passed(broken):
     append(broken / "sm_90" / "flash.toml", row(kind="crash", more="recheck_after = 2026-12-30"))
     assert "2026-12-30" in only(problems(broken), "sm_90/flash.toml", "recheck_after")
