@@ -84,6 +84,17 @@ def recorded(folder: Path) -> tuple[list[Record], dict[str, Call]]:
     return [Record(**json.loads(line)) for line in lines], named
 
 
+def write(folder: Path, records: Iterable[Record]) -> None:
+    """Write what was answered, beside the calls that stand there."""
+    text = "".join(json.dumps(record._asdict()) + "\n" for record in records)
+    (folder / _FILES[0]).write_bytes(gzip.compress(text.encode("utf-8"), mtime=0))
+
+
+def recording() -> Path:
+    """Return the folder of the recording, which a checkout has."""
+    return shipped_folder().parent / "tests" / "tables" / "data"
+
+
 class Judge:
     """Says what limits and features refuse; a call under one set of rows is judged once."""
 
@@ -133,7 +144,7 @@ class Audit:
 
     @cached_property
     def _recording(self) -> tuple[dict[str, list[Record]], dict[str, Call]]:
-        records, calls = recorded(shipped_folder().parent / "tests" / "tables" / "data")
+        records, calls = recorded(recording())
         by_release = defaultdict(list)
         for record in records:
             by_release[record.torch].append(record)
