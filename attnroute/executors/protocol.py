@@ -106,6 +106,10 @@ Bound = Callable[..., Tensor | None]
 output. None where something outside of the arguments has changed since, so that the call must be run as any
 other."""
 Bind = Callable[[Inputs, Plan], Bound | None]
+BoundForward = Callable[..., tuple[Tensor, Tensor] | None]
+"""As `Bound`, to the output and the log-sum-exp (batch, num_heads_q, seqlen_q, 1), which may be anything in
+rows with no key."""
+BindForward = Callable[[Inputs, Plan], BoundForward | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +120,12 @@ class Pair:
         forward: Runs the kernel, recording no gradient.
         backward: Returns the gradients for `out` and `lse` of a `ForwardResult`, which
             need not be those that this forward gave; here lse is +inf in rows with no key.
+        bind: As `Executor.bind`, for calls whose output and log-sum-exp are needed, and no gradient.
     """
 
     forward: Callable[[Inputs, Plan], ForwardResult]
     backward: Callable[[Inputs, Plan, ForwardResult, Tensor, Wanted], Grads]
+    bind: BindForward | None = None
 
 
 @dataclass(frozen=True, slots=True)

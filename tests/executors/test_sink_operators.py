@@ -11,9 +11,10 @@ from support.cuda_operators import CudaOperators, weights_kept
 from support.reference import attend
 from support.repair_inputs import executor_of, inputs_of, lowered
 from support.sink_cases import CASES, DENSE, EMPTY_ROWS, plan
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnroute import masks
-from attnroute.executors.prepare.apply import run_repaired
+from attnroute.executors.prepare.apply import bind, run_repaired
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +135,30 @@ def test_no_key_and_no_sink_is_nothing(backend):
         (grad,) = torch.autograd.grad(out.sum(), inputs.sink)
     assert (lse == -math.inf).any()
     assert (grad == 0).tolist() == [True, False, True, False]
+
+
+class Launches(TorchDispatchMode):
+    """Note the names of operators that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.seen.append(func.name().partition(".")[0].removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
+def test_a_sink_takes_three_operators_beside_the_kernel(backend):
+    """A call that is not large waits for the host, which each of them keeps for some microseconds."""
+    inputs = inputs_of(heads_kv=4, seqlen_q=32, seqlen_kv=32)
+    inputs.sink = torch.randn(4)
+    how = plan(backend, ("sink_from_lse",), training=False, return_lse=False)
+    run = bind(executor_of(backend), inputs, how, None)
+    with CudaOperators(), Launches() as launches:
+        run(inputs.query, inputs.key, inputs.value, None, inputs.sink)
+    kernel, *rest = launches.seen
+    assert backend in kernel
+    assert rest == ["sub", "sigmoid_", "mul_"]

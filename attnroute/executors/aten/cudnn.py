@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnroute.executors.aten.handover import short_way
+from attnroute.executors.aten.handover import Launch, short_way, with_lse
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.protocol import (
-    Bound,
     Executor,
     ForwardResult,
     Grads,
@@ -78,19 +77,22 @@ def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
     )
 
 
-def _bound(inputs: Inputs, plan: Plan) -> Bound:
+def _launch_of(inputs: Inputs, plan: Plan) -> Launch:
     """Return what calls the operator."""
     operator = operator_of("_scaled_dot_product_cudnn_attention", inputs.query)
-    causal, scale, dropout_p, keep_lse = is_causal(inputs), inputs.scale, inputs.dropout_p, plan.training
+    causal, scale, dropout_p = is_causal(inputs), inputs.scale, inputs.dropout_p
+    keep_lse = plan.training or plan.return_lse
 
-    def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor:
+    def launch(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, *, whole: bool = False) -> Any:
         attn = None if attn is None else as_4d(attn)
-        out, *_ = operator(query, key, value, attn, keep_lse, dropout_p, causal, False, scale=scale)
-        return out  # type: ignore[no-any-return]
+        made = operator(query, key, value, attn, keep_lse, dropout_p, causal, False, scale=scale)
+        return made if whole else made[0]
 
-    return run
+    return launch
 
 
 executor = Executor(
-    run, Pair(forward, backward), bind=short_way(SDPBackend.CUDNN_ATTENTION, _bound, as_output=True)
+    run,
+    Pair(forward, backward, with_lse(_launch_of)),
+    bind=short_way(SDPBackend.CUDNN_ATTENTION, _launch_of, as_output=True),
 )

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
-from attnroute.executors.aten.handover import short_way
+from attnroute.executors.aten.handover import Launch, short_way, with_lse
 from attnroute.executors.protocol import (
-    Bound,
     Executor,
     ForwardResult,
     Grads,
@@ -52,7 +51,9 @@ def forward(inputs: Inputs, _: Plan) -> ForwardResult:
 
 def backward(inputs: Inputs, _: Plan, result: ForwardResult, grad_out: Tensor, wanted: Wanted) -> Grads:
     """Run the backward of the operator that `forward` ran; a bias gets a gradient where one is wanted."""
-    lse = pad(result.lse, (0, -result.lse.shape[-1] % LSE_ROWS), value=math.inf)
+    lse, missing = result.lse, -result.lse.shape[-1] % LSE_ROWS
+    if missing:
+        lse = pad(lse, (0, missing), value=math.inf)
     # The kernel takes the output's rows to lie heads after heads, as its forward writes them.
     out = result.out.transpose(1, 2).contiguous().transpose(1, 2)
     grad_out = fitted(grad_out, out)
@@ -162,26 +163,27 @@ def _bottom_right_backward(inputs: Inputs, result: ForwardResult, grad_out: Tens
     return grad_query, grad_key, grad_value, None
 
 
-def _bound(inputs: Inputs, plan: Plan) -> Bound | None:
+def _launch_of(inputs: Inputs, plan: Plan) -> Launch | None:
     """Return what calls the operator of scaled_dot_product_attention."""
-    high, scale, dropout_p, keep_lse = _causal_band(inputs), inputs.scale, inputs.dropout_p, plan.training
+    high, scale, dropout_p = _causal_band(inputs), inputs.scale, inputs.dropout_p
+    keep_lse = plan.training or plan.return_lse
     if high or "align_bias" in plan.repairs:
         return None
     causal, operator = high is not None, torch._scaled_dot_product_efficient_attention  # type: ignore[attr-defined]
     shape = (*inputs.query.shape[:3], inputs.key.shape[2])
 
-    def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor:
+    def launch(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, *, whole: bool = False) -> Any:
         attn = None if attn is None else attn.expand(shape)
-        out, *_ = operator(query, key, value, attn, keep_lse, dropout_p, causal, scale=scale)
-        return out  # type: ignore[no-any-return]
+        made = operator(query, key, value, attn, keep_lse, dropout_p, causal, scale=scale)
+        return made if whole else made[0]
 
-    return run
+    return launch
 
 
 executor = Executor(
     run,
-    Pair(forward, backward),
-    bind=short_way(SDPBackend.EFFICIENT_ATTENTION, _bound),
+    Pair(forward, backward, with_lse(_launch_of)),
+    bind=short_way(SDPBackend.EFFICIENT_ATTENTION, _launch_of),
     # `preprocess_mask` of torch's attention.cpp.
     spared=frozenset({"align_bias"}),
 )

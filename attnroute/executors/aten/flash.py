@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnroute.executors.aten import flash_backward
-from attnroute.executors.aten.handover import short_way
+from attnroute.executors.aten.handover import Launch, short_way, with_lse
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.protocol import (
-    Bound,
     Executor,
     ForwardResult,
     Grads,
@@ -79,7 +78,7 @@ def _cuda(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
         )
     if _misses_keys(inputs):
         return _sequences(inputs, whole_rows(inputs), reads_lse=_reads_lse(plan))
-    return _window(inputs)
+    return _window_of(inputs)(inputs.query, inputs.key, inputs.value, None, whole=True)  # type: ignore[no-any-return]
 
 
 def _reads_lse(plan: Plan) -> bool:
@@ -113,26 +112,31 @@ def _is_plain(inputs: Inputs) -> bool:
     return inputs.mask.band_lo is None and inputs.mask.band_hi in (None, offset)
 
 
-def _window(inputs: Inputs) -> tuple[Any, ...]:
-    """Run the operator below, which takes a window, on whole rows."""
-    query, key, value = (t.transpose(1, 2) for t in (inputs.query, inputs.key, inputs.value))
-    left, right = window_sizes(inputs)
-    out, *rest = torch.ops.aten._flash_attention_forward.default(
-        query,
-        key,
-        value,
-        None,
-        None,
-        query.shape[1],
-        key.shape[1],
-        inputs.dropout_p,
-        False,
-        False,
-        scale=inputs.scale,
-        window_size_left=left,
-        window_size_right=right,
-    )
-    return out.transpose(1, 2), *rest
+def _window_of(inputs: Inputs) -> Launch:
+    """Return what calls the operator below, which takes a window, on whole rows."""
+    operator = torch.ops.aten._flash_attention_forward.default
+    lengths, (left, right) = (inputs.query.shape[2], inputs.key.shape[2]), window_sizes(inputs)
+    scale, dropout_p = inputs.scale, inputs.dropout_p
+
+    def launch(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, *, whole: bool = False) -> Any:
+        out, *rest = operator(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            None,
+            None,
+            *lengths,
+            dropout_p,
+            False,
+            False,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        out = out.transpose(1, 2)
+        return (out, *rest) if whole else out
+
+    return launch
 
 
 def _misses_keys(inputs: Inputs) -> bool:
@@ -219,15 +223,15 @@ def _sequences(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> tuple[Any,
     return out.unflatten(0, (batch, seqlen)).transpose(1, 2), lse.transpose(0, 1), *rest
 
 
-def _bound_sequences(inputs: Inputs, plan: Plan) -> Bound:
-    """Return what runs the kernel on sequences, for as long as these are kept with their mask."""
+def _sequences_of(inputs: Inputs, plan: Plan) -> Launch:
+    """Return what calls the operator on sequences, for as long as these are kept with their mask."""
     ragged = rows_of(inputs, training=plan.training, in_place=True)
     bounds, numbers = _bounds(inputs, ragged, reads_lse=_reads_lse(plan)), (inputs.dropout_p, inputs.scale)
     (batch, _, seqlen, _), step = inputs.query.shape, ragged.step
     kept = [t if t is None else weakref.ref(t) for t in ragged.rows]
     del inputs, ragged
 
-    def run(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor | None:
+    def launch(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor | None:
         found: list[Any] = [ref if ref is None else ref() for ref in kept]
         if found.count(None) != kept.count(None):
             return None
@@ -235,40 +239,42 @@ def _bound_sequences(inputs: Inputs, plan: Plan) -> Bound:
         out: Tensor = _launch(tokens, Rows(*found), bounds, numbers)[0]
         return out.view(batch, seqlen, *out.shape[1:]).transpose(1, 2)
 
-    return run
+    return launch
 
 
-def _bound(inputs: Inputs, plan: Plan) -> Bound | None:
-    """Return what calls the operator of scaled_dot_product_attention, or the one below it on sequences."""
+def _launch_of(inputs: Inputs, plan: Plan) -> Launch | None:
+    """Return what calls the operator that fits the device and the mask."""
     causal, scale, dropout_p = is_causal(inputs), inputs.scale, inputs.dropout_p
     if plan.device_type == "cpu":
         on_cpu = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
 
-        def run_on_cpu(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor:
+        def launch_on_cpu(
+            query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, *, whole: bool = False
+        ) -> Any:
             attn = None if attn is None else as_4d(attn)
-            out, _ = on_cpu(query, key, value, dropout_p, causal, attn_mask=attn, scale=scale)
-            return out  # type: ignore[no-any-return]
+            made = on_cpu(query, key, value, dropout_p, causal, attn_mask=attn, scale=scale)
+            return made if whole else made[0]
 
-        return run_on_cpu
+        return launch_on_cpu
     if "pad_head_dim" in plan.repairs:
         return None
     if "to_varlen" in plan.repairs:
-        return _bound_sequences(inputs, plan)
+        return _sequences_of(inputs, plan)
     if not _is_plain(inputs):
-        return None
+        return None if _misses_keys(inputs) else _window_of(inputs)
     operator = operator_of("_scaled_dot_product_flash_attention", inputs.query)
 
-    def run(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor:
-        out, *_rest = operator(query, key, value, dropout_p, causal, False, scale=scale)
-        return out  # type: ignore[no-any-return]
+    def launch(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, *, whole: bool = False) -> Any:
+        made = operator(query, key, value, dropout_p, causal, False, scale=scale)
+        return made if whole else made[0]
 
-    return run
+    return launch
 
 
 executor = Executor(
     run,
-    Pair(forward, backward),
-    bind=short_way(SDPBackend.FLASH_ATTENTION, _bound),
+    Pair(forward, backward, with_lse(_launch_of)),
+    bind=short_way(SDPBackend.FLASH_ATTENTION, _launch_of),
     # `pad_last_dim` of torch's attention.cpp.
     spared=frozenset({"pad_head_dim"}),
 )

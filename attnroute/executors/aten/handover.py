@@ -21,7 +21,7 @@ from attnroute.executors.strides import Fit, attach
 if TYPE_CHECKING:
     from torch.nn.attention import SDPBackend
 
-    from attnroute.executors.protocol import Bind, Bound, Inputs, Plan
+    from attnroute.executors.protocol import Bind, BindForward, Bound, Inputs, Plan
 
 _attention = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
 _SWITCHES: Final[tuple[Callable[[], object], ...]] = tuple(
@@ -33,10 +33,17 @@ _SWITCHES: Final[tuple[Callable[[], object], ...]] = tuple(
 _DIMS: Final = (2, 4)
 """Of masks that torch's function takes."""
 
+Launch = Callable[..., Any]
+"""Calls an operator with query, key, value and `Inputs.attn`. It returns the output, with ``whole=True`` all
+that the operator returns: output and log-sum-exp first. None where what was kept of a mask is gone."""
+LaunchOf = Callable[["Inputs", "Plan"], Launch | None]
+"""Returns what calls the kernel's operator for calls like one; None where that needs more, or repairs that
+torch's function makes itself."""
+
 
 def short_way(
     choice: SDPBackend,
-    operator: Bind,
+    launch_of: LaunchOf,
     *,
     as_output: bool = False,
 ) -> Bind:
@@ -44,17 +51,37 @@ def short_way(
 
     Args:
         choice: What torch calls the kernel.
-        operator: Returns what calls the kernel's operator for calls like one; None where that needs more, or
-            repairs that torch's function makes itself.
+        launch_of: How its operator is called.
         as_output: The gradient of an output must have the strides of the output.
     """
 
     def bind(inputs: Inputs, plan: Plan) -> Bound | None:
-        run = direct = operator(inputs, plan)
+        run: Bound | None
+        run = direct = launch_of(inputs, plan)
         if "to_varlen" not in plan.repairs:
             run = _handed_over(choice, inputs, direct) or direct
         trains = plan.training and plan.device_type != "cpu"
         return run if run is None or not trains else _watched(run, as_output=as_output)
+
+    return bind
+
+
+def with_lse(launch_of: LaunchOf) -> BindForward:
+    """Return the `Pair.bind` of one of torch's fused kernels."""
+
+    def bind(inputs: Inputs, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        launch, seqlen_q = launch_of(inputs, plan), inputs.query.shape[2]
+        if launch is None or "to_varlen" in plan.repairs:
+            return None
+
+        def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> tuple[Tensor, Tensor]:
+            out, lse, *_ = launch(query, key, value, attn, whole=True)
+            # EFFICIENT pads rows, and cuDNN gives the last dimension itself.
+            if lse.shape[2] != seqlen_q:
+                lse = lse[:, :, :seqlen_q]
+            return out, lse if lse.dim() == out.dim() else lse.unsqueeze(-1)
+
+        return run
 
     return bind
 

@@ -36,6 +36,7 @@ from attnroute.executors.packages.request import (
 )
 from attnroute.executors.protocol import (
     Bound,
+    BoundForward,
     Executor,
     ForwardResult,
     Grads,
@@ -89,7 +90,7 @@ class External:
     @property
     def executor(self) -> Executor:
         """What the backend's module offers."""
-        return Executor(self.run, Pair(self.forward, self.backward), bind=self.bind)
+        return Executor(self.run, Pair(self.forward, self.backward, self.bind_forward), bind=self.bind)
 
     def run(self, inputs: Inputs, plan: Plan) -> Output:
         """Run one call."""
@@ -120,17 +121,38 @@ class External:
         del inputs, request
 
         def run(
-            query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, sink: Tensor | None = None
-        ) -> Tensor | None:
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            _: Tensor | None,
+            sink: Tensor | None = None,
+            *,
+            whole: bool = False,
+        ) -> Any:
             if not like.fits(key, value):
                 return None
             try:
-                return eager.run(launcher, like.request_of, (query, key, value, sink), plan)[0]
+                made = eager.run(launcher, like.request_of, (query, key, value, sink), plan)
             except KernelRefusedError:
                 # Run as any other it is refused again, and another backend takes it.
                 return None
+            return made if whole else made[0]
 
         return run
+
+    def bind_forward(self, inputs: Inputs, plan: Plan) -> BoundForward | None:
+        """Return what runs the same calls and gives their log-sum-exp too, for sinks that are added to it."""
+        run = self.bind(inputs, plan)
+        if run is None:
+            return None
+
+        def forward(
+            query: Tensor, key: Tensor, value: Tensor, _: Tensor | None
+        ) -> tuple[Tensor, Tensor] | None:
+            made: Any = run(query, key, value, None, whole=True)
+            return made if made is None else (made[0], made[1].unsqueeze(-1))
+
+        return forward
 
     def forward(self, inputs: Inputs, plan: Plan) -> ForwardResult:
         """Run the forward alone, recording no gradient."""

@@ -19,7 +19,7 @@ from attnroute.errors import KernelRefusedError
 from attnroute.executors.prepare.clear import cleared, with_cleared
 from attnroute.executors.prepare.pair import run_pair
 from attnroute.executors.prepare.pieces import BATCH, HEADS, pieces
-from attnroute.executors.prepare.sink import bound_with_sink, run_with_sink
+from attnroute.executors.prepare.sink import bind_with_sink, run_with_sink
 from attnroute.executors.protocol import Bound, Executor, Inputs, Output, Plan, Run
 from attnroute.executors.strides import is_packed
 from attnroute.masks.kept import Keeper
@@ -103,7 +103,11 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
         return None
     uncleared, inputs = inputs, replace(inputs, attn=attn)
     _prepare_qkv(inputs, repairs)
-    run = None if sinks or executor.bind is None else executor.bind(inputs, plan)
+    run = None
+    if sinks:
+        run = bind_with_sink(executor, inputs, plan)
+    elif executor.bind is not None:
+        run = executor.bind(inputs, plan)
     if run is None and not spared:
         run = _in_general(executor, inputs, plan, sinks=sinks)
     if run is None:
@@ -133,9 +137,7 @@ def _in_general(executor: Executor, inputs: Inputs, plan: Plan, *, sinks: bool) 
     elif not mask.is_band_only:
         return None
     scale, softcap, dropout_p = inputs.scale, inputs.softcap, inputs.dropout_p
-    runs: Run = executor.run
-    if sinks:
-        runs = partial(run_with_sink, executor) if plan.training else bound_with_sink(executor, inputs, plan)
+    runs: Run = partial(run_with_sink, executor) if sinks else executor.run
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, sink: Tensor | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnroute.executors.batched_gradients import differentiable_once, in_turn
 from attnroute.executors.chunked import from_lse
-from attnroute.executors.prepare.sink import Fixed, shrunk, total
+from attnroute.executors.prepare.sink import Fixed, may_be_empty, shrunk, total
 from attnroute.executors.protocol import Executor, Inputs, Output, Pair, Plan
 
 _CONSTANTS: Final = 4
@@ -41,7 +41,8 @@ class _Pair(torch.autograd.Function):
         result = kernel.forward(inputs, replace(plan, training=False, return_lse=True))
         out, lse = result.out, result.lse
         if sink is not None and "sink_from_lse" in plan.repairs:
-            out, lse = shrunk(out, lse, sink), total(lse, sink)
+            out = shrunk(out, lse, sink, may_be_empty=may_be_empty(inputs))
+            lse = total(lse, sink)
         ctx.fixed = fixed
         ctx.save_for_backward(*tensors, out, lse)
         ctx.mark_non_differentiable(lse)

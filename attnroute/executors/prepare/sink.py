@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attnroute.executors.batched_gradients import differentiable_once, in_turn
-from attnroute.executors.protocol import Executor, ForwardResult, Inputs, Output, Pair, Plan, Run
+from attnroute.executors.protocol import Bound, Executor, ForwardResult, Inputs, Output, Pair, Plan
 from attnroute.masks.lowered.form import FULL, LoweredMask
 from attnroute.memory import cached
 
@@ -85,33 +85,47 @@ def run_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
         return out, lse
     out, lse = executor.run(inputs, _with_lse(plan))
     lse = cast("Tensor", lse)
-    out = shrunk(out, lse, sink, may_be_empty=_may_be_empty(inputs))
+    out = shrunk(out, lse, sink, may_be_empty=may_be_empty(inputs))
     return out, total(lse, sink) if plan.return_lse else None
 
 
-def bound_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Run:
+def bind_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Bound | None:
     """Return what does the same for calls that differ from this one in values alone, without gradients."""
-    with_lse, may_be_empty = _with_lse(plan), _may_be_empty(inputs)
+    bind = None if executor.pair is None or plan.training else executor.pair.bind
+    forward = None if bind is None else bind(inputs, _with_lse(plan))
+    if forward is None:
+        return None
+    is_careful = may_be_empty(inputs)
 
-    def run(inputs: Inputs, _: Plan) -> Output:
-        out, lse = executor.run(inputs, with_lse)
-        return shrunk(out, lse, inputs.sink, may_be_empty=may_be_empty), None  # type: ignore[arg-type]
+    def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, sink: Tensor) -> Tensor | None:
+        made = forward(query, key, value, attn)
+        return None if made is None else _shrunk(*made, sink.view(-1, 1, 1), may_be_empty=is_careful)
 
     return run
 
 
-def shrunk(out: Tensor, lse: Tensor, sink: Tensor, *, may_be_empty: bool = True) -> Tensor:
+def shrunk(out: Tensor, lse: Tensor, sink: Tensor, *, may_be_empty: bool) -> Tensor:
     """Return `out`, whose memory is new, times the share that the keys keep.
+
+    Args:
+        out: (batch, num_heads_q, seqlen_q, head_dim_v).
+        lse: (batch, num_heads_q, seqlen_q), without the sink.
+        sink: (num_heads_q,).
+        may_be_empty: A query may have no key.
+    """
+    return _shrunk(out, lse.unsqueeze(-1), sink.view(-1, 1, 1), may_be_empty=may_be_empty)
+
+
+def _shrunk(out: Tensor, lse: Tensor, sink: Tensor, *, may_be_empty: bool) -> Tensor:
+    """Do `shrunk` with as few operators as there can be: each costs the host 5 us.
 
     In a row with no key the sink has everything; if it is -inf as well, the difference is NaN.
     """
-    share = (lse - sink.to(lse.dtype).unsqueeze(1)).sigmoid_()
-    if may_be_empty:
-        share.nan_to_num_(0.0)
-    return out.mul_(share.unsqueeze(-1))
+    share = (lse - sink).sigmoid_()
+    return out.mul_(share.nan_to_num_(0.0) if may_be_empty else share)
 
 
-def _may_be_empty(inputs: Inputs) -> bool:
+def may_be_empty(inputs: Inputs) -> bool:
     """Return whether a query may have no key: not without a mask, nor beside one from the top left."""
     mask = inputs.mask
     from_top_left = mask.is_band_only and mask.band_lo is None and mask.band_hi in (None, 0)
@@ -120,7 +134,7 @@ def _may_be_empty(inputs: Inputs) -> bool:
 
 def total(lse: Tensor, sink: Tensor) -> Tensor:
     """Return the log-sum-exp (batch, heads, seqlen_q) with the sink (heads) among the scores."""
-    return torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    return torch.logaddexp(lse, sink.to(lse.dtype).unsqueeze(1))
 
 
 @cached(64)
@@ -136,8 +150,10 @@ class _WithSink(torch.autograd.Function):
         ctx: Any, kernel: Pair, plan: Plan, fixed: Fixed, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         query, key, value, attn, sink, slopes = cast("tuple[Tensor, ...]", tensors)
-        result = kernel.forward(fixed.inputs(query, key, value, attn=attn, slopes=slopes), plan)
-        out, lse = shrunk(result.out, result.lse, sink), total(result.lse, sink)
+        inputs = fixed.inputs(query, key, value, attn=attn, slopes=slopes)
+        result = kernel.forward(inputs, plan)
+        out = shrunk(result.out, result.lse, sink, may_be_empty=may_be_empty(inputs))
+        lse = total(result.lse, sink)
         ctx.kernel, ctx.plan, ctx.fixed = kernel, plan, fixed
         # Tensors are saved as autograd wants it, so that checkpoints and offloading see them.
         ctx.rest = tuple(None if isinstance(part, Tensor) else part for part in result.rest)
@@ -152,10 +168,11 @@ class _WithSink(torch.autograd.Function):
         # A checkpoint recomputes what is saved when it is first read, and allows no second reading.
         query, key, value, attn, sink, slopes, out, lse, *saved = ctx.saved_tensors
         *wanted, sink_wanted, _slopes_wanted = ctx.needs_input_grad[_CONSTANTS:]
-        # What has no key weighs nothing: exp(-inf - inf) is 0 where exp(-inf + inf) is NaN.
-        lse = lse.masked_fill(lse == -math.inf, math.inf)
         rest = tuple(c if t is None else t for c, t in zip(ctx.rest, saved, strict=True))
         inputs = ctx.fixed.inputs(query, key, value, attn=attn, slopes=slopes)
+        if may_be_empty(inputs):
+            # What has no key weighs nothing: exp(-inf - inf) is 0 where exp(-inf + inf) is NaN.
+            lse = lse.masked_fill(lse == -math.inf, math.inf)
 
         def of_sample(grad: Tensor) -> tuple[Tensor | None, ...]:
             grads: tuple[Tensor | None, ...] = _NO_GRADS
@@ -171,5 +188,5 @@ class _WithSink(torch.autograd.Function):
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Sum in the wide dtype; the only large temporary is one widened output."""
     product = out.to(lse.dtype, copy=True).mul_(grad_out).sum(-1)
-    share = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+    share = (sink.unsqueeze(1) - lse).exp_()
     return product.mul_(share).sum((0, 2)).neg_().to(sink.dtype)
