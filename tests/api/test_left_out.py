@@ -13,6 +13,7 @@ import attnroute
 from attnroute import masks
 from attnroute.engine.decide import decide
 from attnroute.errors import ArgumentError
+from attnroute.executors.prepare import clear
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 
@@ -45,7 +46,10 @@ def test_in_every_memory_layout(memory, dtype, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("memory", MEMORY)
-def test_calls_that_repeat_in_every_memory_layout(memory, dtype):
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_calls_that_repeat_in_every_memory_layout(memory, dtype, size, monkeypatch):
+    if size == "large":
+        monkeypatch.setattr(clear, "_SMALL", 0)
     mask = masks.KeyPadding(lengths=COUNTS)
     for _ in range(3):
         inputs = inputs_of(memory, math.nan, RIGHT, dtype)

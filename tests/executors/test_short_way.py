@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from support.cuda_operators import CudaOperators
+from support.cuda_operators import CudaOperators, Launches
 from support.repair_inputs import executor_of, inputs_of, lowered, stored
 from support.sink_cases import CASES, DENSE, PADDING, plan
 from torch.nn.attention import SDPBackend
@@ -221,6 +221,21 @@ def test_a_call_and_its_backward_run_few_functions(name, train, monkeypatch):
             grad = torch.randn_like(out)
             _, backward = ours(torch.autograd.grad, out, (inputs.query, inputs.key, inputs.value), grad)
             assert backward <= CALLS[name, train][1]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_padding_takes_an_operator_for_each_tensor_that_is_set_right(train, monkeypatch):
+    executor, fresh, how, given = made("cudnn, cleared", train=train)
+    select(monkeypatch, -1)
+    with CudaOperators(), Launches() as launches:
+        run = bind(executor, fresh(), how, given)
+        inputs = fresh()
+        launches.seen.clear()
+        run(*passed(inputs, given))
+    before, kernel, after = launches.seen[:2], launches.seen[2], launches.seen[3:]
+    assert "cudnn" in kernel
+    assert before == ["bitwise_and" if train else "where"] * 2
+    assert after == ["masked_fill" if train else "masked_fill_"]
 
 
 def test_what_torch_moves_while_it_selects_is_no_change(monkeypatch):

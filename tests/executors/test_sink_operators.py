@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cuda_operators import CudaOperators, weights_kept
+from support.cuda_operators import CudaOperators, Launches, weights_kept
 from support.reference import attend
 from support.repair_inputs import executor_of, inputs_of, lowered
 from support.sink_cases import CASES, DENSE, EMPTY_ROWS, plan
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnroute import masks
 from attnroute.executors.prepare.apply import bind, run_repaired
@@ -135,19 +134,6 @@ def test_no_key_and_no_sink_is_nothing(backend):
         (grad,) = torch.autograd.grad(out.sum(), inputs.sink)
     assert (lse == -math.inf).any()
     assert (grad == 0).tolist() == [True, False, True, False]
-
-
-class Launches(TorchDispatchMode):
-    """Note the names of operators that are no views."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view:
-            self.seen.append(func.name().partition(".")[0].removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])

@@ -39,6 +39,19 @@ class CudaOperators(TorchDispatchMode):
         return _OPERATORS[name](self, given)
 
 
+class Launches(TorchDispatchMode):
+    """Note the names of operators that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.seen.append(func.name().partition(".")[0].removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
 def _taken(name, given):
     """Return the gradient of the output, which the kernel reads 16 bytes at a time along its rows."""
     grad = given["grad_out_"] if "grad_out_" in given else given["grad_out"]

@@ -115,7 +115,7 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     if "clear_left_out" in repairs and inputs.mask.key_keep is not None:
         run = with_cleared(run, uncleared)
     if attn is not None and "zero_empty_rows" in repairs:
-        run = _with_zeros(run, weakref.ref(_empty_rows(inputs, repairs)))
+        run = _with_zeros(run, weakref.ref(_empty_rows(inputs, repairs)), trains=plan.training)
     if attn is not None and prepares:
         return _with(run, weakref.ref(attn))
     return run if attn is not None or given is None else _without(run)
@@ -167,24 +167,26 @@ def _without(run: Bound) -> Bound:
     return lambda query, key, value, _, *sink: run(query, key, value, None, *sink)
 
 
-def _with_zeros(run: Bound, kept: weakref.ref[Tensor]) -> Bound:
-    """Give rows with no key zeros, for as long as it is kept which they are."""
+def _with_zeros(run: Bound, kept: weakref.ref[Tensor], *, trains: bool) -> Bound:
+    """Give rows with no key zeros, for as long as it is kept which they are; in place where none trains."""
 
     def with_zeros(*tensors: Tensor | None) -> Tensor | None:
         empty = kept()
         out = None if empty is None else run(*tensors)
-        return out if out is None else out.masked_fill(empty[..., None], 0.0)  # type: ignore[index]
+        if out is None or empty is None:
+            return None
+        return out.masked_fill(empty, 0.0) if trains else out.masked_fill_(empty, 0.0)
 
     return with_zeros
 
 
 def _empty_rows(inputs: Inputs, repairs: frozenset[str]) -> Tensor:
-    """Return which rows have no key, (batch or 1, heads or 1, seqlen_q or 1), made once for each mask."""
+    """Return which rows have no key, (batch or 1, heads or 1, seqlen_q or 1, 1), made once for each mask."""
     attn = cast("Tensor", inputs.attn)
     if inputs.bias is not None or inputs.keeper is None:
-        return empty_rows(attn)
+        return empty_rows(attn).unsqueeze(-1)
     what = ("empty rows", *_of_mask(inputs, repairs))
-    return inputs.keeper.keep(what, lambda: empty_rows(attn))
+    return inputs.keeper.keep(what, lambda: empty_rows(attn).unsqueeze(-1))
 
 
 def _of_mask(inputs: Inputs, repairs: frozenset[str]) -> tuple[object, ...]:
@@ -196,10 +198,13 @@ def _of_mask(inputs: Inputs, repairs: frozenset[str]) -> tuple[object, ...]:
 
 def _without_empty_rows(out: Tensor, lse: Tensor | None, empty: Tensor, sink: Tensor | None) -> Output:
     """Give rows with no key zeros and the log-sum-exp of nothing, or of the sink alone."""
-    out = out.masked_fill(empty[..., None], 0.0)
-    if lse is None or sink is None:
-        return out, None if lse is None else lse.masked_fill(empty, -math.inf)
-    return out, torch.where(empty, sink.detach().to(lse.dtype)[:, None], lse)
+    out = out.masked_fill(empty, 0.0)
+    if lse is None:
+        return out, None
+    rows = empty.squeeze(-1)
+    if sink is None:
+        return out, lse.masked_fill(rows, -math.inf)
+    return out, torch.where(rows, sink.detach().to(lse.dtype)[:, None], lse)
 
 
 def _as_given(inputs: Inputs) -> Tensor | None:

@@ -1,11 +1,13 @@
 """Gives keys and values zeros where no query attends, for kernels that read padding with a weight of zero.
 
-Zero times NaN is NaN, and padding may hold anything. Each tensor is read and written once, 8 bytes at a time.
+Zero times NaN is NaN, and padding may hold anything. Each tensor is read and written once, 8 bytes at a time;
+where tensors are small, the host is waited for, and one operator that moves single elements is sooner there.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from math import gcd
 from typing import Any, Final, cast
 
@@ -18,6 +20,8 @@ from attnroute.executors.protocol import Bound, Inputs
 from attnroute.masks.tracing import is_wrapped
 
 _WORD: Final = torch.int64
+_SMALL: Final = 2**19
+"""Elements of a tensor that any kernel clears before the host has launched the next one."""
 
 
 def cleared(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -32,6 +36,8 @@ def cleared(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def with_cleared(run: Bound, inputs: Inputs) -> Bound:
     """Clear before a kernel, for as long as it is kept with the mask which keys are left out."""
+    if max(inputs.key.numel(), inputs.value.numel()) <= _SMALL and not _trains(inputs.key, inputs.value):
+        return _with_zeros(run, inputs)
     kept, dtype, words = weakref.ref(_bits(inputs)), inputs.key.dtype, _words(inputs.key)
     is_short = not _trains(inputs.key, inputs.value) and _has_words(inputs.key) and _has_words(inputs.value)
 
@@ -49,6 +55,19 @@ def with_cleared(run: Bound, inputs: Inputs) -> Bound:
     return run_cleared
 
 
+def _with_zeros(run: Bound, inputs: Inputs) -> Bound:
+    """Clear small tensors without gradients before a kernel."""
+    kept, zero = weakref.ref(_flags(inputs)), inputs.value.new_zeros(())
+
+    def run_cleared(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor | None:
+        keep = kept()
+        if keep is None:
+            return None
+        return run(query, torch.where(keep, key, zero), torch.where(keep, value, zero), *rest)
+
+    return run_cleared
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor has memory of its own: no tracer's, functorch transform's or subclass's."""
     kind = type(tensor)
@@ -57,13 +76,19 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _bits(inputs: Inputs) -> Tensor:
     """Return int64 (batch or 1, 1, seqlen_kv, 1), made once for each mask: -1 for a key to keep, else 0."""
-    keep = cast("Tensor", inputs.mask.key_keep)
+    return _kept(inputs, "bits of keys", lambda keep: keep.to(_WORD).neg_())
 
-    def make() -> Tensor:
-        return keep[:, None, :, None].to(_WORD).neg_()
 
-    what = ("bits of keys", tuple(keep.shape), keep.device)
-    return make() if inputs.keeper is None else inputs.keeper.keep(what, make)
+def _flags(inputs: Inputs) -> Tensor:
+    """Return bool (batch or 1, 1, seqlen_kv, 1), made once for each mask: True for a key to keep."""
+    return _kept(inputs, "flags of keys", torch.clone)
+
+
+def _kept(inputs: Inputs, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+    keep, keeper = cast("Tensor", inputs.mask.key_keep), inputs.keeper
+    what = (name, tuple(keep.shape), keep.device)
+    flags = keep[:, None, :, None]
+    return make(flags) if keeper is None else keeper.keep(what, lambda: make(flags))
 
 
 def _trains(key: Tensor, value: Tensor) -> bool:
