@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnroute.question.line import parse
 from attnroute.question.normalize import normalize
@@ -66,12 +66,19 @@ def grid() -> tuple[Call, ...]:
     return tuple(dict.fromkeys(normalize(parse(line)) for line in lines))
 
 
-def archs(tables: Tables) -> dict[str, tuple[int, int]]:
-    """Return every architecture that may be asked about, with its number and the shared memory of a block."""
+class Card(NamedTuple):
+    """An architecture's number, 90 for 9.0, and the bytes of shared memory that a block may have."""
+
+    number: int
+    shared_memory: int
+
+
+def cards(tables: Tables) -> dict[str, Card]:
+    """Return every architecture that may be asked about."""
     found = {}
     for name in tables.arch_names:
         table = tables.arch(name)
         capability, memory = table.compute_capability, table.shared_memory_per_block
         if capability is not None and memory is not None:
-            found[name] = (10 * capability[0] + capability[1], memory)
+            found[name] = Card(10 * capability[0] + capability[1], memory)
     return found

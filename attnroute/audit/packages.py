@@ -97,15 +97,15 @@ def wheel(name: str, version: str) -> Path:
         return got.replace(folder / got.name)
 
 
-def python_of(archive: Path, folder: Path) -> Path:
-    """Unpack the Python of a wheel, nothing that is compiled, and return the folder.
+def sources_of(archive: Path, folder: Path) -> Path:
+    """Unpack the Python and the headers of a wheel, nothing that is compiled, and return the folder.
 
     Raises:
         PackageError: It is no wheel.
     """
     try:
         with zipfile.ZipFile(archive) as opened:
-            opened.extractall(folder, [name for name in opened.namelist() if name.endswith(".py")])
+            opened.extractall(folder, [name for name in opened.namelist() if name.endswith((".py", ".h"))])
     except (OSError, zipfile.BadZipFile) as error:
         msg = f"{archive.name} requires to be a whole wheel; got {error}; remove {archive} and try again."
         raise PackageError(msg) from error

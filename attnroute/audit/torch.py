@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from attnroute.tables.folders import Tables
     from attnroute.tables.rows import RuleRow
 
-PACKAGE: Final = "torch"
+
 BACKENDS: Final = ("flash", "cudnn", "efficient")
 """Whose answers a recording has, in the order of its letters."""
 _FILES: Final = ("torch_acceptance.jsonl.gz", "torch_acceptance_calls.json")
@@ -137,6 +137,8 @@ class Judge:
 
 class Audit:
     """The tables beside the recordings in the tests of a checkout."""
+
+    package = "torch"
 
     def __init__(self, tables: Tables) -> None:
         """Read them when they are asked for."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FOUND_WRONG: Final = 1
 FRESH: Final = "fresh"
-RELEASES: Final = ("fa4", "te", "torch")
+RELEASES: Final = ("cudnn", "fa4", "te", "torch")
 """Audits that run the code of releases; `attnroute.audit.<name>` has each."""
 _SHOWN: Final = 20
 
@@ -87,7 +87,7 @@ def _releases(args: argparse.Namespace, tables: Tables) -> int:
     wrong = 0
     for version in versions:
         found: Comparison = audit.release(version)
-        print(f"{module.PACKAGE} {version}: {_counts(found)}", flush=True)
+        print(f"{audit.package} {version}: {_counts(found)}", flush=True)
         lines = _loose(found.loose) + _undecided(found.undecided)
         if len(versions) == 1:
             lines += _strict(found.strict, tables)

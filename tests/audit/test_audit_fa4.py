@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from support.wheels import put_wheel
 
-from attnroute.audit import fa4
+from attnroute.audit import releases
+from attnroute.audit.grid import grid
 from attnroute.cli import main
 from attnroute.question.line import parse
 from attnroute.question.normalize import normalize
@@ -62,7 +63,7 @@ def release(monkeypatch, tmp_path):
     """Make a release with a check of head dims and one line more in the forward."""
 
     def make(check=CHECK, more="pass", interface=INTERFACE):
-        monkeypatch.setattr(fa4, "grid", lambda: [normalize(parse(line)) for line in CALLS])
+        monkeypatch.setattr(releases, "grid", lambda: [normalize(parse(line)) for line in CALLS])
         files = {
             "flash_attn/cute/__init__.py": "",
             "flash_attn/cute/interface.py": interface.replace("{check}", check).replace("{more}", more),
@@ -137,7 +138,7 @@ def test_a_release_whose_code_does_not_run_is_an_error_in_one_sentence(release, 
 
 
 def test_the_grid_has_every_feature_dtype_and_phase_once():
-    calls = fa4.grid()
+    calls = grid()
     assert len(set(calls)) == len(calls) > 10000
     assert {call.phase for call in calls} == {"training", "inference"}
     assert {call.dtype for call in calls} == {"float16", "bfloat16", "float32", "float8_e4m3fn"}

@@ -114,7 +114,9 @@ def test_a_wheel_is_fetched_once(index, monkeypatch, tmp_path):
     assert packages.wheel("some-package", "1.0") == path
     assert asked == []
     assert packages.requirements(path)["torch"].specifier.contains("2.5")
-    assert (packages.python_of(path, tmp_path / "out") / "some" / "__init__.py").read_text("utf-8") == "x = 1"
+    assert (packages.sources_of(path, tmp_path / "out") / "some" / "__init__.py").read_text(
+        "utf-8"
+    ) == "x = 1"
 
 
 def test_a_wheel_that_pip_cannot_fetch_is_one_sentence(index, monkeypatch, tmp_path):
@@ -131,4 +133,4 @@ def test_an_archive_that_is_cut_off_says_what_to_remove(tmp_path):
     broken = tmp_path / "some-1.0-py3-none-any.whl"
     broken.write_bytes(b"PK")
     with pytest.raises(packages.PackageError, match=r"requires to be a whole wheel; .* remove .*some-1.0"):
-        packages.python_of(broken, tmp_path / "out")
+        packages.sources_of(broken, tmp_path / "out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.wheels import put_wheel
 
-from attnroute.audit import te, te_release
+from attnroute.audit import releases, te_release
 from attnroute.cli import main
 from attnroute.question.line import parse
 from attnroute.question.normalize import normalize
@@ -50,7 +50,7 @@ CALLS = ("bf16 b2 hq8 sq512 d64", "bf16 b2 hq8 hkv2 sq512 d128 causal train", "f
 @pytest.fixture
 def audit(monkeypatch, tmp_path, capsys):
     """Audit a release with one filter."""
-    monkeypatch.setattr(te, "grid", lambda: [normalize(parse(line)) for line in CALLS])
+    monkeypatch.setattr(releases, "grid", lambda: [normalize(parse(line)) for line in CALLS])
 
     def run(line):
         files = {te_release.FILE: FILTERS.replace("{filter}", line)}
