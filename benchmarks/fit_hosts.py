@@ -23,6 +23,10 @@ ADDING: Final = ("bias_grad", "documents", "function", "key_padding", "prefix", 
 """Traits for which a package may do more before it launches."""
 PASSES: Final = 40
 """How often each number of the host is set in turn."""
+PLANNING: Final = frozenset({"cudnn", "cudnn_fe"})
+"""Backends that plan each new shape: a graph of cuDNN has fixed sizes (torch's MHA.cpp, cudnn/sdpa)."""
+PLAN_SHARE: Final = 0.1
+"""Of the first calls that took least, so many are looked past: others load and compile code as well."""
 ROUNDS: Final = 8
 """How often numbers and paces are fitted in turn."""
 
@@ -37,6 +41,8 @@ class Sample(NamedTuple):
         traits: What it has.
         scores: How many, in 2^20.
         us: The time.
+        first_ms: What the first call of the shape took above the shortest first call of another backend; None
+            where nobody timed it.
     """
 
     record: str
@@ -45,6 +51,7 @@ class Sample(NamedTuple):
     traits: frozenset[str]
     scores: float
     us: float
+    first_ms: float | None = None
 
 
 class _Host:
@@ -107,8 +114,14 @@ def hosts_of(samples: dict[str, list[Sample]]) -> dict[str, dict[Phase, dict[str
             paces = _paces(hosts)
         usual = _usual(hosts)
         for name, host in hosts.items():
-            found[name][phase] = host.told(usual)
+            found[name][phase] = _plan(name, its[name]) | host.told(usual)
     return found
+
+
+def _plan(backend: str, samples: list[Sample]) -> dict[str, float]:
+    """Return what a plan takes: nearly the least by which a first call is longer than other backends'."""
+    first = [s.first_ms for s in samples if s.first_ms is not None] if backend in PLANNING else []
+    return {"plan_ms": rounded(float(np.quantile(first, PLAN_SHARE)))} if first else {}
 
 
 def _usual(hosts: dict[str, _Host]) -> dict[str, float]:

@@ -41,6 +41,7 @@ class Time(NamedTuple):
         forward_ms: Of `device_ms`.
         backward_ms: Of `device_ms`.
         host_us: Until an eager call returned, forward and backward, as in a row of them, in microseconds.
+        first_ms: The first call, with what was loaded, compiled and planned for it.
         is_right: The result was near float64, or near the other backends' where nobody compared with that.
     """
 
@@ -50,6 +51,7 @@ class Time(NamedTuple):
     backward_ms: float | None = None
     host_us: float | None = None
     is_right: bool = True
+    first_ms: float | None = None
 
 
 class Record(NamedTuple):
@@ -170,6 +172,7 @@ def _of_step(found: dict[str, Any]) -> Time | None:
         found.get("bwd_ms"),
         host_us,
         not isinstance(deviation, str) and deviation <= WRONG,
+        found["first_call_s"] * 1e3 if "first_call_s" in found else None,
     )
 
 

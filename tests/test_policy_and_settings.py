@@ -76,6 +76,7 @@ def test_a_key_is_equal_exactly_where_the_settings_are(data):
             "recognize": data.draw(st.booleans()),
             "quadratic_limit_bytes": data.draw(st.sampled_from([0, 2**30])),
             "expected_calls": data.draw(st.sampled_from([1, 10**6])),
+            "calls_per_step": data.draw(st.sampled_from([1, 32])),
             "transform": data.draw(st.sampled_from([None, "double_backward"])),
         }
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import SymInt
 
 from attnroute.engine.dependence import OPEN, evaluate_row, open_facts, open_rows
+from attnroute.masks.tracing import is_open
 from attnroute.question.normalize import normalize
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def guard_decision(decision: Decision, extent: Extent, tables: Tables) -> None:
         extent: The tracer's sizes.
         tables: The capability tables.
     """
-    if not any(isinstance(n, SymInt) for n in extent[:4]):
+    if not is_open(extent):
         return
     call = normalize(decision.call)
     decision = decision.model_copy(update={"call": call})

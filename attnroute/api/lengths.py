@@ -1,19 +1,69 @@
-"""What calls have in common that differ only in how many keys they have, as the steps of decoding do."""
+"""What calls have in common that differ only in how many keys they have, and families whose shapes vary."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnroute.masks import KeyPadding
+from attnroute.engine.rounding import FEW
+from attnroute.masks import KeyPadding, Mask
 from attnroute.masks.tracing import is_capturing
+from attnroute.memory import Memory
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from attnroute.api.records import Problem, RouteKey
 
 _DIMS: Final = 4
 _FLAG_DIMS: Final = 2
 _SHORTEST: Final = 2
 """Keys from which on contiguous memory is described alike at every length."""
+
+VARIED: Final = 3
+"""From so many shapes of a family on they vary: a batch that is not full and an evaluation make no third."""
+_FAMILIES_KEPT: Final = 256
+
+_FAMILIES: Memory[Hashable, frozenset[Hashable]] = Memory(
+    _FAMILIES_KEPT,
+    f"{__name__}._FAMILIES",
+    "never: shapes that were seen",
+)
+"""The first shapes of each family: of calls that differ only in their lengths and batch sizes."""
+
+
+def note_shape(problem: Problem, key: RouteKey) -> bool:
+    """Note the shape of a call without a route, and return whether those of its family vary."""
+    family = _family(problem, key)
+    if family is None:
+        return False
+    seen = _FAMILIES.get(family) or frozenset()
+    if len(seen) < VARIED and key.shapes not in seen:
+        seen = seen | {key.shapes}
+        _FAMILIES.put(family, seen)
+    return len(seen) >= VARIED
+
+
+def do_vary(problem: Problem, key: RouteKey) -> bool:
+    """Return whether `note_shape` would say that shapes vary, noting nothing."""
+    seen = _FAMILIES.get(_family(problem, key)) or frozenset()
+    return len(seen | {key.shapes}) >= VARIED
+
+
+def _family(problem: Problem, key: RouteKey) -> Hashable:
+    """Return what is the same for a call with other lengths and batch sizes; None where nobody counts them.
+
+    A few queries stay as they are: decoding is not the prompt before it. What a CUDA graph captures runs
+    again and again, whatever else is captured.
+    """
+    of_query, of_key, of_value = map(len, key.shapes)
+    if not of_query == of_key == of_value == _DIMS or is_capturing(problem.query):
+        return None
+    (_, heads, seqlen_q, head_dim), (_, heads_kv, _, _), (_, _, _, head_dim_v) = key.shapes
+    mask = problem.mask
+    kinds = tuple(map(type, mask.nodes)) if isinstance(mask, Mask) else type(mask)
+    has = (key.bias is None, key.sink is None, key.alibi_slopes is None)
+    sizes = (heads, heads_kv, head_dim, head_dim_v, min(seqlen_q, FEW + 1))
+    return (sizes, kinds, has, key[2:8], key[12:16])
 
 
 def place_of(problem: Problem, key: RouteKey) -> object:

@@ -9,7 +9,7 @@ from attnroute.masks import Dense, Mask
 from attnroute.masks.layout import is_aligned
 from attnroute.masks.lowered.form import Extent, as_4d
 from attnroute.masks.recognition.summary import inspected_node
-from attnroute.masks.tracing import address, guard_bool, is_capturing, size_hint
+from attnroute.masks.tracing import address, guard_bool, is_capturing, is_open, size_hint
 from attnroute.question.call import Call, Context, Strides
 from attnroute.question.nodes import AlibiBias, Bias, DenseBias, FunctionBias, MaskNode
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from attnroute.vocabulary import Dtype, Layout, ScaleSign, Transform
 
 
-def call_of(problem: Problem, *, recognize: bool) -> Call:
+def call_of(problem: Problem, *, recognize: bool, shapes_vary: bool = False) -> Call:
     """Return the question about a call.
 
     Args:
         problem: The call.
         recognize: Dense bool masks may be read, to find what they are.
+        shapes_vary: Calls like it come with other shapes; sizes that a tracer leaves open say so too.
     """
     given, extent = problem.given, example_extent(problem.extent)
     bias = _bias(problem)
@@ -57,6 +58,7 @@ def call_of(problem: Problem, *, recognize: bool) -> Call:
             cuda_graph=_is_captured(problem),
             transform=cast("Transform | None", problem.transform),
             dispatch_mode=problem.dispatch_mode,
+            shapes_vary=shapes_vary or (problem.traced and is_open(problem.extent)),
         ),
     )
 

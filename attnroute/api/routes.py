@@ -10,6 +10,7 @@ from torch import Tensor
 from attnroute import settings
 from attnroute.api import choices, guards, lengths
 from attnroute.api.choices import Choice
+from attnroute.api.keys import key_of
 from attnroute.api.question import call_of
 from attnroute.api.records import Output, Problem, RouteKey
 from attnroute.api.validate import check
@@ -113,9 +114,10 @@ def make(problem: Problem, policy: Policy, key: RouteKey, *, is_free: bool = Tru
         ArgumentError: The arguments mean nothing.
         NoBackendError: No backend may run the call; the message holds every reason.
     """
-    place = lengths.place_of(problem, key)
+    varies, place = lengths.note_shape(problem, key), lengths.place_of(problem, key)
+    place = None if place is None else (place, varies)
     like = None if place is None else _LIKE.get(place)
-    call, host, tables = _question(problem, policy, None if like is None else like[0])
+    call, host, tables = _question(problem, policy, None if like is None else like[0], shapes_vary=varies)
     number, routes = None, None
     if place is not None:
         number = class_of_keys(call, host.arch, tables)
@@ -170,12 +172,25 @@ def decision_of(problem: Problem, policy: Policy, *, advise: bool = False) -> De
     Raises:
         ArgumentError: The arguments mean nothing.
     """
-    call, host, tables = _question(problem, policy)
+    call, host, tables = _question(problem, policy, shapes_vary=_vary(problem, policy))
     choice, decision = choices.explained(call, host, tables, policy, advise=advise)
     if choice is not None and (free := _wanting(choice, problem)) is not None:
         host = host.model_copy(update={"free_memory": free})
         choice, decision = choices.explained(call, host, tables, policy, advise=advise)
     return decision if choice is None or not advise else _with_compile_time(decision, choice, call, problem)
+
+
+def _vary(problem: Problem, policy: Policy) -> bool:
+    """Return whether shapes vary for `attention()`: as the route of the call says, where there is one."""
+    if problem.traced:
+        return False
+    try:
+        key = key_of(problem, policy)
+        route = lookup(key)
+    except (AttributeError, RuntimeError, TypeError):
+        # What no key can be made of is malformed, and the checks name the argument.
+        return False
+    return lengths.do_vary(problem, key) if route is None else route.choice.call.context.shapes_vary
 
 
 def _with_compile_time(decision: Decision, choice: Choice, call: Call, problem: Problem) -> Decision:
@@ -193,7 +208,9 @@ def _with_compile_time(decision: Decision, choice: Choice, call: Call, problem: 
     return decision.model_copy(update={"verdicts": verdicts})
 
 
-def _question(problem: Problem, policy: Policy, like: Call | None = None) -> tuple[Call, Host, Tables]:
+def _question(
+    problem: Problem, policy: Policy, like: Call | None = None, *, shapes_vary: bool = False
+) -> tuple[Call, Host, Tables]:
     """Return what is asked about a call; of one like an earlier one only the number of keys is new."""
     tables = load(policy.tables)
     if like is not None:
@@ -203,7 +220,8 @@ def _question(problem: Problem, policy: Policy, like: Call | None = None) -> tup
     # The key of a call inside a transform does not contain what a dense mask was recognized as, and the masks
     # of a tracer have no values to read.
     recognize = policy.recognize and problem.transform is None and not problem.traced
-    return call_of(problem, recognize=recognize), host_of(*problem.device, tables.providers), tables
+    call = call_of(problem, recognize=recognize, shapes_vary=shapes_vary)
+    return call, host_of(*problem.device, tables.providers), tables
 
 
 def execute(route: Route, problem: Problem, keeper: Keeper | None = None) -> Output:

@@ -218,9 +218,10 @@ def _described(route: Route, problem: Problem, how: How) -> TracedCall:
     policy = route.choice.policy
     recognize = policy.recognize and problem.transform is None and not problem.traced
     kind, index = problem.device
+    varies = route.choice.call.context.shapes_vary
     tensors = (problem.query, problem.key, problem.value)
     return TracedCall(
-        line=render(call_of(problem, recognize=recognize)),
+        line=render(call_of(problem, recognize=recognize, shapes_vary=varies)),
         device=kind if index is None else f"{kind}:{index}",
         backend=route.choice.backend,
         how=how,

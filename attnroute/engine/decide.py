@@ -96,6 +96,8 @@ def _verdict(judgement: Judgement) -> Verdict:
         missing=judgement.rows.missing,
         predicted_ms=None if cost is None else time_ms(cost, judgement.form.call),
         prediction=None if cost is None else Prediction(**cost._asdict()),
+        plan_ms=judgement.plan_ms,
+        plan_share_ms=judgement.plan_share_ms,
         extra_bytes=stages.extra_bytes if able else 0,
         quadratic_bytes=judgement.quadratic_bytes,
         score_bytes=judgement.score_bytes,

@@ -85,6 +85,10 @@ class Verdict(_Part):
         predicted_ms: Predicted time in milliseconds: the larger of host and device, in a CUDA graph the
             device's; None where nothing was measured.
         prediction: What that is made of.
+        plan_ms: What the first call of each shape takes besides, in milliseconds, to plan it; 0 where nothing
+            is planned.
+        plan_share_ms: What of that counts for one call, in the order: it is shared by the calls that are
+            expected, and where shapes vary by those of a step.
         extra_bytes: What the repairs allocate, in bytes.
         quadratic_bytes: How many of these are a mask with an entry for every query and key that makes memory
             quadratic. Such a backend comes after every one that builds none where its time is not predicted,
@@ -105,6 +109,8 @@ class Verdict(_Part):
     missing: tuple[str, ...] = ()
     predicted_ms: float | None = None
     prediction: Prediction | None = None
+    plan_ms: float = 0.0
+    plan_share_ms: float = 0.0
     extra_bytes: int = 0
     quadratic_bytes: int = 0
     score_bytes: int = 0
@@ -119,6 +125,11 @@ class Verdict(_Part):
         """The predicted time where it puts the backend in order: not one that is inferred."""
         is_own = self.prediction is not None and self.prediction.kind != "inferred"
         return self.predicted_ms if is_own else None
+
+    @property
+    def ranked_ms(self) -> float | None:
+        """That time with its share of a plan: what the order compares."""
+        return None if self.measured_ms is None else self.measured_ms + self.plan_share_ms
 
     def counts_mask(self, call: Call) -> bool:
         """Return whether it comes after those that build no mask, for the mask that it needs built."""

@@ -141,10 +141,10 @@ def _condition(field: str, spec: Spec) -> OpenRow:
 def _own_ms(verdict: Verdict, decision: Decision, tables: Tables) -> float | None:
     """Return what a backend takes, or would if no row ruled it out; None where no time is predicted."""
     if verdict.predicted_ms is not None:
-        return verdict.measured_ms
+        return verdict.ranked_ms
     call = decision.call
     cost = prepared(tables, decision.host)[verdict.backend].cost(call, call, (), 0)
-    return None if cost is None or cost.kind == "inferred" else time_ms(cost, call)
+    return None if cost is None or cost.kind == "inferred" else time_ms(cost, call) + verdict.plan_share_ms
 
 
 def _of_masks(decision: Decision) -> Iterator[OpenRow]:

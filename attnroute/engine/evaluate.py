@@ -29,7 +29,7 @@ from attnroute.tables.folders import Tables
 from attnroute.tables.rows import FeatureRow, OptionRow, RuleRow
 from attnroute.tables.schema import BackendInfo, Option, Preference, Ranges, Rule
 from attnroute.tables.versions import are_one, contains, same_as, version_of
-from attnroute.vocabulary import Feature, Outcome, Repair, RuleKind
+from attnroute.vocabulary import Feature, Outcome, Phase, Repair, RuleKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -154,6 +154,11 @@ class Prepared:
     def never_runs(self) -> bool:
         """Whether a row rejects every call on this host, so that nobody has to ask the others."""
         return any(row.rule.is_absolute for row in self.rows or ())
+
+    def plan_ms(self, phase: Phase) -> float:
+        """Return the milliseconds of the plan for a new shape; 0 where none is made or measured."""
+        host = None if self.costs is None else self.costs.table.host.get(phase)
+        return 0.0 if host is None else host.plan_ms
 
     def cost(self, given: Call, final: Call, repairs: tuple[Repair, ...], extra_bytes: int) -> Cost | None:
         """Predict the time of a call, None where nothing was measured that speaks about it.

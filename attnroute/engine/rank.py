@@ -35,8 +35,8 @@ class Standing(NamedTuple):
 
     Attributes:
         is_certain: No row leaves it unknown.
-        time_ms: Its predicted time with its share of the first call's compilation; None where none is
-            predicted from measurements on this architecture.
+        time_ms: Its predicted time with its share of the first call's compilation and of the shape's plan;
+            None where none is predicted from measurements on this architecture.
         builds: It needs a mask built that makes memory quadratic and counts.
         is_slow: A row says that it is slow for this call.
     """
@@ -197,17 +197,17 @@ def may_precede(
 
     own, chosen = place(backend, Standing(time_ms=own_ms)), decision.verdict(decision.selected or "")
     first = place(chosen.backend, _standing_of(chosen, decision.call))
-    if own.tier != first.tier or chosen.measured_ms is None:
+    if own.tier != first.tier or chosen.ranked_ms is None:
         return own <= first
     if own_ms is not None:
-        return own_ms <= chosen.measured_ms
+        return own_ms <= chosen.ranked_ms
     timed = [v for v in map(decision.verdict, decision.order) if v.measured_ms is not None]
     return own <= min(place(v.backend, _standing_of(v, decision.call)) for v in timed)
 
 
 def _standing_of(verdict: Verdict, call: Call) -> Standing:
     is_certain = verdict.status == "eligible"
-    return Standing(is_certain, verdict.measured_ms, verdict.counts_mask(call), verdict.is_slow)
+    return Standing(is_certain, verdict.ranked_ms, verdict.counts_mask(call), verdict.is_slow)
 
 
 def _place(

@@ -135,10 +135,23 @@ class Judgement:
         stays = lead(self.backend, self.policy.measured)
         return Standing(
             is_certain=self.status == "eligible",
-            time_ms=None if cost is None else time_ms(cost, rounded) * stays + shared,
+            time_ms=None if cost is None else time_ms(cost, rounded) * stays + shared + self.plan_share_ms,
             builds=self.quadratic_bytes > 0 and (cost is None or mask_bytes > tensor_bytes(rounded)),
             is_slow=self.is_slow,
         )
+
+    @property
+    def plan_ms(self) -> float:
+        """What a plan takes that is made for each new shape, in milliseconds; 0 where none is."""
+        is_composed = "backward_from_chunked" in self.repairs
+        return self.rows.plan_ms("inference" if is_composed else self.form.call.phase)
+
+    @property
+    def plan_share_ms(self) -> float:
+        """What of that falls to one of the calls that share the plan."""
+        policy, varies = self.policy, self.form.call.context.shapes_vary
+        calls = min(policy.calls_per_step, policy.expected_calls) if varies else policy.expected_calls
+        return self.plan_ms / calls
 
     def _rounded_cost(self) -> tuple[Cost | None, int]:
         """Predict the time at rounded lengths; return it with the bytes of masks that are built."""

@@ -5,6 +5,7 @@ A tracer runs Python on fake tensors without values and on symbolic sizes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ def size_hint(size: int | SymInt) -> int:
     node: Any = size.node
     hint = getattr(node, "hint", None)
     return int(size) if hint is None else int(hint)
+
+
+def is_open(sizes: Iterable[object]) -> bool:
+    """Return whether a tracer leaves any of these sizes open."""
+    return any(isinstance(size, SymInt) for size in sizes)
 
 
 def guard_bool(condition: bool | SymBool) -> bool:

@@ -35,12 +35,13 @@ class Context(Record):
     """What surrounds the call: compilation, capture, transforms, distribution.
 
     `dispatch_mode`: a TorchDispatchMode is active, which sees every operator and keeps torch.compile from
-    compiling.
+    compiling. `shapes_vary`: calls like it come with other lengths and batch sizes, as decoding steps do.
     """
 
     compiled: bool = False
     cuda_graph: bool = False
     dispatch_mode: bool = False
+    shapes_vary: bool = False
     dynamic: tuple[Dynamic, ...] = ()
     transform: Transform | None = None
     distributed: Distributed | None = None

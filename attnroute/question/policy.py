@@ -18,6 +18,8 @@ QUADRATIC_LIMIT_BYTES = 256 * 2**20
 """Scores above this size are never computed by the slow tier without a warning that names them."""
 EXPECTED_CALLS = 1_000_000
 """How many calls share the compilation of a first one: an hour of training has as many."""
+CALLS_PER_STEP = 32
+"""How many calls share the plan for one shape where shapes vary: about the layers of a model."""
 MOST_CALLS = 10**15
 """The most that may be expected: beyond, the share of a call is nothing."""
 
@@ -59,7 +61,8 @@ class Policy(Plain):
         recognize: Look into dense masks.
         quadratic_limit_bytes: Above this the slow tier warns.
         expected_calls: How many calls of each kind are expected: the time for which a backend's first call
-            compiles is divided among so many.
+            compiles, or plans a shape, is divided among so many.
+        calls_per_step: How many of them come in one step of a model: where shapes vary, a plan is for these.
         tables: Overlay folder; a relative path is one of the directory in which the policy was made.
         tuning: `attention()` reads what `attnroute tune` measured: from the user's data, or from this file.
         measured: What was read there about the call; `decide()` reads nothing by itself.
@@ -78,6 +81,7 @@ class Policy(Plain):
     recognize: bool = True
     quadratic_limit_bytes: int = QUADRATIC_LIMIT_BYTES
     expected_calls: Annotated[int, Field(ge=1, le=MOST_CALLS)] = EXPECTED_CALLS
+    calls_per_step: Annotated[int, Field(ge=1, le=MOST_CALLS)] = CALLS_PER_STEP
     tables: Annotated[Path, AfterValidator(Path.absolute)] | None = None
     tuning: bool | Annotated[Path, AfterValidator(Path.absolute)] = True
     measured: Measured | None = None
@@ -98,6 +102,7 @@ class Policy(Plain):
             self.recognize,
             self.quadratic_limit_bytes,
             self.expected_calls,
+            self.calls_per_step,
             self.tables,
             self.tuning,
             self.measured,

@@ -103,6 +103,8 @@ def _notes(verdict: Verdict, decision: Decision) -> list[str]:
         counts = verdict.counts_mask(decision.call)
         notes.append(f"{built}, so it comes after backends that need none" if counts else built)
     notes += [f"kernel options {values} [{row}]" for row, values in _options(verdict).items()]
+    if verdict.plan_ms:
+        notes.append(_plan(verdict, decision))
     if verdict.compiled_seconds is not None:
         notes.append(f"compiled in {verdict.compiled_seconds:.2g} s, as each structure is at its first call")
     elif verdict.first_call_seconds is not None:
@@ -112,6 +114,16 @@ def _notes(verdict: Verdict, decision: Decision) -> list[str]:
         )
         notes.append(f"the first call of each structure compiles ({least:g} to {most:g} s){shared}")
     return notes
+
+
+def _plan(verdict: Verdict, decision: Decision) -> str:
+    planned = f"plans each new shape in {verdict.plan_ms:.3g} ms"
+    if verdict.measured_ms is None:
+        return planned
+    calls = f"{planned}, shared by {verdict.plan_ms / verdict.plan_share_ms:,.0f} calls"
+    if not decision.call.context.shapes_vary:
+        return calls
+    return f"{calls} as shapes vary: {verdict.plan_share_ms:.3g} ms of each"
 
 
 def _options(verdict: Verdict) -> dict[str, str]:

@@ -58,9 +58,11 @@ def _behind(answer: WhyNot, verdict: Verdict, decision: Decision) -> str:
 
 
 def _slower(verdict: Verdict, first: Verdict, decision: Decision) -> str:
-    mine, best = verdict.predicted_ms or 0.0, first.predicted_ms or 0.0
+    mine, best = verdict.ranked_ms or 0.0, first.ranked_ms or 0.0
     if mine > best:
         clause = f"it takes {mine / best:.3g} times as long as {first.backend} ({mine:.3g} ms, {best:.3g} ms)"
+        if decision.call.context.shapes_vary and (verdict.plan_ms or first.plan_ms):
+            clause = f"{clause}, plans included"
     else:
         clause = f"it is not faster than {first.backend} at rounded lengths and with its share of compilation"
     return f"{clause}, {sentences.order_by(decision)}"

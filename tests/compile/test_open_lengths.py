@@ -91,3 +91,17 @@ def test_what_is_chosen_asks_little(length, head_dim, given):
 def test_returned_sums_keep_it_open(backend):
     shapes = traced(backend=backend, is_causal=True, return_lse=True)
     assert not shapes.replacements, asked(shapes)
+
+
+def test_open_sizes_vary(monkeypatch):
+    """A plan for each shape is then shared by the calls of a step."""
+    chosen = []
+    decided = routes.choices.decided
+    monkeypatch.setattr(
+        routes.choices, "decided", lambda call, *rest: chosen.append(call) or decided(call, *rest)
+    )
+    traced()
+    assert [call.context.shapes_vary for call in chosen] == [True]
+    with FakeTensorMode():
+        attnroute.attention(*[torch.empty(2, 4, 240, 64, device="cuda") for _ in range(3)])
+    assert [call.context.shapes_vary for call in chosen] == [True, False]

@@ -24,7 +24,7 @@ CALL = """
  "softcap": 0.0, "sink": false, "dropout_p": 0.0, "deterministic": false, "return_lse": false,
  "strides": {"last_dim_contiguous": true, "packed": true, "tokens_contiguous": true,
  "aligned_16": true, "kv_heads_expanded": false},
- "context": {"compiled": false, "cuda_graph": false, "dispatch_mode": false,
+ "context": {"compiled": false, "cuda_graph": false, "dispatch_mode": false, "shapes_vary": false,
  "dynamic": [], "transform": null, "distributed": null}}
 """
 HOST = """

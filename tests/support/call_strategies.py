@@ -70,6 +70,7 @@ CONTEXTS = st.builds(
     compiled=st.booleans(),
     cuda_graph=st.booleans(),
     dispatch_mode=st.booleans(),
+    shapes_vary=st.booleans(),
     dynamic=st.lists(st.sampled_from(["batch", "seqlen_q", "seqlen_kv"]), max_size=3).map(tuple),
     transform=st.sampled_from([None, "double_backward", "forward_ad", "vmap", "export"]),
     distributed=st.sampled_from([None, "dtensor", "context_parallel"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 from attnroute.engine import classes, evaluate
@@ -16,24 +17,28 @@ _TABLES = Tables((shipped_folder(),))
 
 
 @contextmanager
-def predicting(times, kind="measured"):
+def predicting(times, kind="measured", plans=()):
     """Predict times on every architecture, for as long as the block lasts.
 
     Args:
         times: Takes backend, the call as the kernel gets it, the repairs and their bytes; gives milliseconds
             of device and host, or None.
         kind: As in `Cost`.
+        plans: Backends that plan each new shape, and for how many milliseconds.
 
     Yields:
         Tables like the shipped ones: what is remembered about those has no made-up times in it.
     """
 
     def cost_of(_given, final, repairs, extra_bytes, costs, _peak):
-        found = times(costs.table, final, repairs, extra_bytes)
+        found = times(costs.table.backend, final, repairs, extra_bytes)
         return None if found is None else Cost(*found, kind=kind, source=SOURCE)
 
     def costs_of(_tables, _arch, backend):
-        return Costs(backend, is_own=kind == "measured")
+        phases = dict.fromkeys(
+            ("inference", "training"), SimpleNamespace(plan_ms=dict(plans).get(backend, 0.0))
+        )
+        return Costs(SimpleNamespace(backend=backend, host=phases), is_own=kind == "measured")
 
     with ExitStack() as stack:
         for module in (classes, evaluate):

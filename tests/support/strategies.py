@@ -183,6 +183,7 @@ def contexts():
         compiled=FALSE_MOSTLY,
         cuda_graph=FALSE_MOSTLY,
         dispatch_mode=FALSE_MOSTLY,
+        shapes_vary=FALSE_MOSTLY,
         dynamic=mostly((), ("batch",), ("seqlen_q",), ("seqlen_q", "seqlen_kv")),
         transform=mostly(None, "double_backward", "forward_ad", "vmap", "export"),
         distributed=mostly(None, "dtensor", "context_parallel"),

@@ -96,12 +96,12 @@ def _with_gain(hint: Hint, before: Selection, after: Selection) -> Hint | None:
 
 
 def _predicted(selection: Selection, backend: str | None) -> float | None:
-    """Return the predicted time of a backend, None where it has none that puts it in order."""
+    """Return the predicted time of a backend with its share of a plan, None where none puts it in order."""
     judgement: Judgement | None = selection.judgements.get(backend or "")
     cost = None if judgement is None else judgement.cost
     if judgement is None or cost is None or cost.kind == "inferred":
         return None
-    return time_ms(cost, judgement.form.call)
+    return time_ms(cost, judgement.form.call) + judgement.plan_share_ms
 
 
 def _changes(selection: Selection) -> Iterator[_Change]:

@@ -36,6 +36,7 @@ WORDS: Final[dict[str, str]] = {
     "qkv_grad or no_qkv_grad": "whether query, key or value needs a gradient, where that is known",
     "last_dim_strided, unpacked, tokens_apart, misaligned, kv_expanded": "how query, key and value lie",
     "compiled, graph, dispatch_mode": "traced by torch.compile, captured into a CUDA graph, inside a mode",
+    "shapes_vary": "calls like it come with other lengths and batch sizes, so few share a plan for one shape",
     "dynamic=seqlen_q,seqlen_kv": "sizes that may change",
     "double_backward or forward_ad or vmap or export": "transform around the call",
     "dtensor or context_parallel": "how the call is distributed",
@@ -74,6 +75,7 @@ CONTEXT: Final[dict[str, tuple[str, object]]] = {
     "compiled": ("compiled", True),
     "graph": ("cuda_graph", True),
     "dispatch_mode": ("dispatch_mode", True),
+    "shapes_vary": ("shapes_vary", True),
     **{word: ("transform", word) for word in ("double_backward", "forward_ad", "vmap", "export")},
     **{word: ("distributed", word) for word in ("dtensor", "context_parallel")},
 }

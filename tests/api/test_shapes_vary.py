@@ -1,0 +1,206 @@
+"""Where shapes vary, a backend that plans each new shape is chosen only if the calls of a step repay a plan.
+
+The card is an H200 that is not there: what ran is read off the route, before any kernel is launched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import attnroute
+from attnroute.api import lengths, repeats, routes
+from attnroute.api.records import Problem
+from attnroute.engine.decide import decide, explain_why_not
+from attnroute.masks import KeyPadding
+from attnroute.memory import Memory, reset
+from attnroute.question.host import Host
+from attnroute.question.line import parse
+from attnroute.question.policy import Policy
+from attnroute.report.json import decision_json
+from attnroute.report.why_not import render_why_not
+from attnroute.tables.load import load
+
+HOST = Host(
+    arch="sm_90",
+    device_name="NVIDIA H200",
+    versions={"torch": "2.11.0+cu130", "cuda": "13.0", "cudnn": "9.19.0", "triton": "3.6.0"},
+)
+LAYERS = 3
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch):
+    """Return the backends of the calls that ran."""
+    seen = []
+
+    def execute(route, problem, _keeper=None):
+        seen.append(route.choice.backend)
+        return problem.query * problem.value.mean(), None
+
+    reset()
+    monkeypatch.setattr(routes, "host_of", lambda *_: HOST)
+    monkeypatch.setattr(routes, "free_memory", lambda *_: None)
+    monkeypatch.setattr(routes, "execute", execute)
+    monkeypatch.setattr(repeats, "bind", lambda *_: None)
+    monkeypatch.setattr(Problem, "device", property(lambda _: ("cuda", 0)))
+    yield seen
+    reset()
+
+
+def tensors(seqlen_kv, seqlen_q=1, *, batch=2, heads=8, train=False):
+    sizes = ((heads, seqlen_q), (2, seqlen_kv), (2, seqlen_kv))
+    made = (torch.randn(batch, *size, 128, dtype=torch.bfloat16) for size in sizes)
+    return [t.requires_grad_(train) for t in made]
+
+
+def step(*args, given=None, **sizes):
+    for _ in range(LAYERS):
+        attnroute.attention(*tensors(*args, **sizes), **(given or {}))
+
+
+def steps(ran, *shapes, **options):
+    """Run a step at each shape; return the backend of each."""
+    found = []
+    for shape in shapes:
+        before = len(ran)
+        step(*shape, **options)
+        (backend,) = set(ran[before:])
+        found.append(backend)
+    return found
+
+
+def test_a_growing_cache_runs_without_plans_from_the_third_length_on(ran):
+    found = steps(ran, *((n,) for n in range(300, 310)))
+    assert found == ["cudnn", "cudnn", *["flash"] * 8]
+
+
+def test_a_static_cache_keeps_its_kernel(ran):
+    assert steps(ran, *[(512,)] * 9) == ["cudnn"] * 9
+
+
+def test_padding_of_a_growing_cache(ran):
+    found = []
+    for n in range(300, 306):
+        keep = KeyPadding(keep=torch.ones(2, n, dtype=torch.bool), finite=True)
+        found += steps(ran, (n,), given={"mask": keep})
+    assert found == ["cudnn", "cudnn", *["efficient"] * 4]
+
+
+def test_training_with_batches_of_many_lengths(ran):
+    shapes = [(n, n) for n in range(500, 506)]
+    found = steps(ran, *shapes, batch=4, train=True, given={"is_causal": True})
+    assert found == ["cudnn", "cudnn", *["flash"] * 4]
+
+
+def test_batch_sizes_are_planned_too(ran):
+    assert steps(ran, (256,)) == ["cudnn"]
+    assert [steps(ran, (256,), batch=n) for n in (3, 4, 5)] == [["cudnn"], ["flash"], ["flash"]]
+
+
+def test_a_shape_that_was_planned_stays_where_it_is(ran):
+    assert steps(ran, (300,), (301,), (302,), (300,), (302,)) == ["cudnn", "cudnn", "flash", "cudnn", "flash"]
+
+
+@pytest.mark.parametrize("kind", ["inference", "train"])
+def test_a_call_that_is_long_enough_repays_its_plan(kind):
+    phase = "" if kind == "inference" else kind
+    for length, selected in ((500, False), (16000, True)):
+        line = f"bf16 b4 hq64 sq{length} d128 causal {phase}"
+        assert decide(parse(line), HOST).selected == "cudnn"
+        assert (decide(parse(f"{line} shapes_vary"), HOST).selected == "cudnn") is selected
+
+
+def test_what_is_no_other_length_of_one_call_is_no_shape_of_it(ran):
+    """The prompt before decoding, layers of other widths, other masks, and what trains."""
+    for n in (300, 301):
+        step(n)
+        step(n, n)
+        step(n, heads=16)
+        step(n, train=True)
+        step(n, given={"softcap": 20.0})
+        step(n, given={"mask": KeyPadding(lengths=torch.tensor([9, n]), finite=True)})
+    assert len(lengths._FAMILIES) == 6
+    assert not any(route.choice.call.context.shapes_vary for route in routes._ROUTES.values())
+
+
+def test_families_are_few_and_remember_few_shapes(monkeypatch, ran):
+    monkeypatch.setattr(lengths, "_FAMILIES", Memory(2))
+    for heads in (8, 16, 8, 32):
+        for n in range(300, 310):
+            attnroute.attention(*tensors(n, heads=heads))
+    assert len(lengths._FAMILIES) == 2
+    assert {len(shapes) for shapes in lengths._FAMILIES.values()} == {lengths.VARIED}
+    assert len(ran) == 40
+
+
+def explained(n, **given):
+    return attnroute.explain(*tensors(n), **given)
+
+
+def test_explain_says_what_attention_does_and_notes_nothing():
+    for n in (300, 301):
+        assert explained(n).selected == "cudnn"
+        attnroute.attention(*tensors(n))
+    for n in range(302, 306):
+        found = explained(n)
+        assert (found.selected, found.call.context.shapes_vary) == ("flash", True)
+    assert [len(shapes) for shapes in lengths._FAMILIES.values()] == [2]
+    assert explained(300).selected == "cudnn"
+
+
+def test_explain_shows_what_a_plan_takes_and_who_shares_it():
+    step(300)
+    text = str(explained(300))
+    plan = explained(300).verdict("cudnn").plan_ms
+    assert f"plans each new shape in {plan:.3g} ms, shared by 1,000,000 calls\n" in text
+    for n in (301, 302):
+        step(n)
+    found = explained(303)
+    verdict = found.verdict("cudnn")
+    assert verdict.plan_share_ms == plan / 32
+    assert math.isclose(verdict.ranked_ms, verdict.predicted_ms + plan / 32)
+    shared = f"shared by 32 calls as shapes vary: {plan / 32:.3g} ms of each"
+    assert f"- plans each new shape in {plan:.3g} ms, {shared}" in " ".join(str(found).split())
+    assert " shapes_vary\n" in str(found)
+    data = json.loads(decision_json(found))
+    assert data["call"]["context"]["shapes_vary"] is True
+    assert data["policy"]["calls_per_step"] == 32
+    assert next(v for v in data["verdicts"] if v["backend"] == "cudnn")["plan_share_ms"] == plan / 32
+
+
+def test_few_expected_calls_and_many_layers_are_heard():
+    line = "bf16 b8 hq32 hkv8 sq1 skv2049 d128"
+    assert decide(parse(line), HOST, policy=Policy(expected_calls=4)).selected == "flash"
+    varying = parse(f"{line} shapes_vary")
+    assert decide(varying, HOST, policy=Policy(calls_per_step=10**6)).selected == "cudnn"
+    few = decide(varying, HOST, policy=Policy(expected_calls=4)).verdict("cudnn")
+    assert few.plan_share_ms == few.plan_ms / 4
+
+
+def test_why_not_counts_the_plan():
+    found = explain_why_not(
+        parse("bf16 b8 hq32 hkv8 sq1 skv2049 d128 shapes_vary"), HOST, load(), Policy(), "cudnn"
+    )
+    assert found.behind == "time"
+    assert "without shapes_vary" in [change.change for change in found.changes]
+    assert "times as long as flash (1.76 ms, 0.0624 ms), plans included" in " ".join(
+        render_why_not(found).split()
+    )
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_recompute_runs_what_its_forward_ran(ran, is_reentrant):
+    """Between forward and recompute it turns out that shapes vary."""
+    inputs = tensors(300, 300, train=True)
+    out = checkpoint(attnroute.attention, *inputs, use_reentrant=is_reentrant)
+    for n in range(301, 305):
+        step(n, n, train=True)
+        step(n, n)
+    before = len(ran)
+    out.sum().backward()
+    assert ran[0] == ran[before] == "cudnn"
