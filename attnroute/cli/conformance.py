@@ -49,7 +49,7 @@ def _parser() -> Parser:
         "just inside must be right in every memory layout, calls just outside must be refused or wrong.",
     )
     parser.add_argument("--backend", metavar="B", help="only this backend")
-    parser.add_argument("--rule", metavar="ID", help="only this row")
+    parser.add_argument("--rule", type=_names, default=(), metavar="IDS", help="only these rows")
     parser.add_argument(
         "--budget", type=_span, default=float("inf"), metavar="20m", help="begin nothing after so long"
     )
@@ -112,8 +112,8 @@ def _plan(args: argparse.Namespace, tables: Tables, host: Host) -> list[Points]:
     plan = planned(tables, host, backends, args.rule)
     if not plan:
         known = {row.id for backend in backends for row in tables.rules(host.arch, backend) or ()}
-        near = did_you_mean(args.rule or "", known) or "."
-        got = quoted(args.rule) if args.rule else "none"
+        near = did_you_mean(args.rule[0] if args.rule else "", known) or "."
+        got = quoted(", ".join(args.rule)) if args.rule else "none"
         raise ArgumentError(
             f"attnroute conformance requires a row that applies to {host.arch}; got {got}{near}"
         )
@@ -226,7 +226,7 @@ def _say(line: str) -> None:
 
 def _summary(report: Report, path: Path) -> None:
     counts = Counter(entry.verdict for entry in report.entries)
-    for verdict in ("not testable here", "too strict", "too loose"):
+    for verdict in ("not testable here", "argued", "too strict", "too loose"):
         found = [entry for entry in report.entries if entry.verdict == verdict]
         for entry in found[:_SHOWN]:
             print(f"{verdict}: {entry.rule} for {entry.backend}: {entry.reason}")

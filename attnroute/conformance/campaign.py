@@ -7,7 +7,7 @@ import os
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -24,25 +24,27 @@ from attnroute.tables.folders import Tables
 Say = Callable[[str], None]
 Side = Literal["inside", "outside"]
 SIDES: Final[tuple[Side, ...]] = ("outside", "inside")
-_MOST_PROCESSES: Final = 12
+_MOST_PROCESSES: Final = 16
 """On one card: more of them only wait for it."""
+_SECONDS: Final = {True: 2.0, False: 0.2}
+"""What a trial takes, about, of a backend that compiles and of another one."""
 _EVERY: Final = 10.0
 """Seconds between two lines that say how far it is."""
 
 
-def planned(tables: Tables, host: Host, backends: Iterable[str], rule: str | None = None) -> list[Points]:
-    """Return the points of every row of some backends that applies to a machine."""
+def planned(tables: Tables, host: Host, backends: Iterable[str], rules: Collection[str] = ()) -> list[Points]:
+    """Return the points of every row of some backends that applies to a machine, or of some of them."""
     found = [p for backend in backends for p in points_of(tables, host, backend)]
     found += [p for p in stock_rows(tables, host) if p.backend in set(backends)]
     # What may hang until its time is over comes first.
     found.sort(key=lambda points: points.row.rule.kind != "hang")
-    return [points for points in found if rule in (None, points.row.id)]
+    return [points for points in found if not rules or points.row.id in rules]
 
 
 def processes(device: str) -> int:
     """Return how many processes work side by side."""
     cores = os.cpu_count() or 1
-    return max(1, min(_MOST_PROCESSES, cores - 2) if device == "cuda" else cores)
+    return max(1, min(_MOST_PROCESSES, cores - 1) if device == "cuda" else cores)
 
 
 def key_of(points: Points, side: Side) -> str:
@@ -60,7 +62,8 @@ def jobs_of(points: Points) -> Iterator[Job]:
     """Give one job for each side of a row that has trials."""
     for side in SIDES:
         if trials := _trials(points, side):
-            yield Job(key_of(points, side), points.backend, side, trials, is_big(trials))
+            seconds = len(trials) * _SECONDS[points.compiles]
+            yield Job(key_of(points, side), points.backend, side, trials, is_big(trials), seconds)
 
 
 class Campaign:

@@ -340,7 +340,9 @@ _CHANGES: Final[dict[str, Callable[[Call, Any], list[Changes]]]] = {
     "bias_is_query_dtype": _bias_dtype,
     "bias_requires_grad": _bias_grad,
     "only_bias_requires_grad": _only_bias,
-    "dropout_is_sixteenth": lambda _, value: [{"dropout_p": 0.125 if value else 0.1}],
+    "dropout_is_sixteenth": lambda call, value: (
+        [{"dropout_p": 0.125 if value else 0.1}] if call.dropout_p or not value else []
+    ),
     "qkv_last_dim_contiguous": _part("strides", "last_dim_contiguous"),
     "qkv_packed": _part("strides", "packed"),
     "qkv_tokens_contiguous": _part("strides", "tokens_contiguous"),
@@ -361,6 +363,7 @@ def variants(call: Call) -> Iterator[Call]:
 _SIMPLER: Final[tuple[tuple[str, object], ...]] = (
     ("phase", "inference"),
     ("phase", "training"),
+    ("dropout_is_sixteenth", True),
     ("batch", 1),
     ("batch", 2),
     ("num_heads_q", 4),

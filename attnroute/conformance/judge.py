@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
@@ -15,21 +17,84 @@ if TYPE_CHECKING:
     from attnroute.tuning.remake import Problem
 
 _SLACK: Final = 4.0
-"""How many times the error that the rounding of an output brings about is still right."""
+"""How many times the error that the roundings of every kernel bring about is still right."""
 _MOST_NUMBERS: Final = 2**27
 """Elements of a tensor that are looked at; larger ones count as normal numbers."""
-_MOST_SCORES: Final = 2**24
-"""Scores up to which that is worked out."""
+_MOST_SCORES: Final = {"cpu": 2**24, "cuda": 2**28}
+"""Scores up to which that is worked out: of all heads, or else of one."""
 
 
-def wrong(problem: Problem, call: Call, got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
-    """Return what is wrong, as a clause with the error; "" where nothing is."""
+def wrong(
+    problem: Problem,
+    call: Call,
+    got: dict[str, Tensor],
+    want: dict[str, Tensor],
+    kept: Tensor | None = None,
+) -> str:
+    """Return what is wrong, as a clause with the error; "" where nothing is.
+
+    Args:
+        problem: The call's tensors.
+        call: The call.
+        got: What a kernel gave.
+        want: What is true.
+        kept: Which weights dropout left.
+    """
     sizes = gate.Sizes(*(_size(tensor) for tensor in problem.given[:3]))
     said = gate.wrong(got, want, call, sizes)
-    scores = call.batch * call.num_heads_q * call.seqlen_q * call.seqlen_kv
-    if not said or "gradient" not in said or scores > _MOST_SCORES:
-        return said
-    return gate.wrong(got, want, call, sizes, _of_rounding(problem, call, want))
+    if not said:
+        return ""
+    most = _MOST_SCORES[problem.given.query.device.type]
+    if call.batch * call.num_heads_q * call.seqlen_q * call.seqlen_kv > most:
+        part = _one_head(problem, call)
+        if part is None:
+            return said
+        problem, call = part
+        if call.num_heads_q * call.seqlen_q * call.seqlen_kv > most:
+            return said
+        slack = _of_roundings(problem, call, gate.run(gate.widened(problem, torch.float64), None, attend))
+    else:
+        slack = _of_roundings(problem, call, want, kept)
+    return gate.wrong(got, want, call, sizes, slack)
+
+
+def _one_head(problem: Problem, call: Call) -> tuple[Problem, Call] | None:
+    """Return what one key/value head of one batch row computes; None where a mask or bias is a tensor."""
+    given, group = problem.given, call.num_heads_q // max(1, call.num_heads_kv)
+    tensors = (given.mask, given.bias, given.sink, given.alibi_slopes)
+    if call.layout == "thd" or any(tensor is not None for tensor in tensors):
+        return None
+    heads = 1 if call.layout == "bhsd" else 2
+
+    def cut(tensor: Tensor, count: int) -> Tensor:
+        return tensor.detach()[:1].narrow(heads, 0, count).requires_grad_(tensor.requires_grad)
+
+    query, key, value = cut(given.query, group), cut(given.key, 1), cut(given.value, 1)
+    given = given._replace(query=query, key=key, value=value)
+    leaves = {name: getattr(given, name) for name in problem.leaves}
+    one = call.changed(batch=1, num_heads_q=group, num_heads_kv=1)
+    return problem._replace(given=given, leaves=leaves, grad=cut(problem.grad, group)), one
+
+
+def _of_roundings(
+    problem: Problem, call: Call, want: dict[str, Tensor], kept: Tensor | None = None
+) -> dict[str, float]:
+    """Return the relative errors that come of roundings which every fused kernel makes.
+
+    Weights and the gradient of the scores are rounded before they are multiplied. Where keys have a mean,
+    what the rounding adds to their sum is not small beside what is left of it.
+    """
+    dtype = getattr(torch, call.dtype)
+    plain = gate.run(
+        gate.widened(problem, torch.float64),
+        None,
+        partial(attend, rounded=dtype, kept=kept),
+        dropout_p=call.dropout_p if kept is not None else 0.0,
+    )
+    sums = _of_output(problem, call, want)
+    errors = {n: gate.error(plain[n], want[n].double(), 0.0) + sums.get(n, 0.0) for n in want}
+    # Where padding leaves out what is not finite, the definition is not finite either, and excuses nothing.
+    return {name: _SLACK * error for name, error in errors.items() if math.isfinite(error)}
 
 
 def _size(tensor: Tensor) -> float:
@@ -39,8 +104,8 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
 
 
-def _of_rounding(problem: Problem, call: Call, want: dict[str, Tensor]) -> dict[str, float]:
-    """Return the relative errors of the gradients of query and key that every fused kernel has.
+def _of_output(problem: Problem, call: Call, want: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative errors of the gradients of query and key that the rounding of the output brings.
 
     A kernel makes the gradient of the scores as P * (dP - sum(dO * O)) from an output that was rounded to the
     dtype. Where dP and the sum nearly cancel, as with one key or with sharp weights, what the rounding adds,
@@ -64,4 +129,4 @@ def _of_rounding(problem: Problem, call: Call, want: dict[str, Tensor]) -> dict[
     mixed = cast("Tensor", attend(**given._asdict()))
     (of_key,) = torch.autograd.grad(mixed, keys, shift * given.query)
     errors = {"query": scale * shift * mixed.detach(), "key": scale * of_key}
-    return {n: _SLACK * gate.error(want[n].double() + e, want[n].double(), 0.0) for n, e in errors.items()}
+    return {n: gate.error(want[n].double() + e, want[n].double(), 0.0) for n, e in errors.items()}

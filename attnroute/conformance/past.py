@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,9 +12,8 @@ from typing import Final
 
 from attnroute import settings
 from attnroute.conformance.text import rule_in, split
-from attnroute.question.policy import Policy
-from attnroute.scopes import Override
 
+_TABLES: Final = f"{settings.PREFIX}TABLES"
 _FEATURE: Final = "feature-"
 _EVIDENCE: Final = 'evidence = [{ kind = "own", ref = "attnroute/conformance/past.py" }]'
 _NEVER: Final = (
@@ -29,11 +29,19 @@ def past(rows: Iterable[str]) -> Iterator[None]:
     if not rows:
         yield
         return
+    before = os.environ.get(_TABLES)
     with TemporaryDirectory(prefix="attnroute-") as name:
         folder = Path(name) / "tables"
         overlay(folder, rows, settings.current().tables)
-        with Override(Policy(tables=folder), settings.environment):
+        # A block of override() would keep calls from the short way of those that repeat.
+        os.environ[_TABLES] = str(folder)
+        settings.reload()
+        try:
             yield
+        finally:
+            del os.environ[_TABLES]
+            os.environ.update({} if before is None else {_TABLES: before})
+            settings.reload()
 
 
 def overlay(folder: Path, rows: Iterable[str], below: Path | None) -> None:

@@ -9,13 +9,14 @@ from functools import cached_property
 from itertools import islice
 from typing import Final, NamedTuple
 
-from attnroute.conformance.changes import neighbours, smaller, variants
+from attnroute.conformance.changes import changed, neighbours, smaller, variants
 from attnroute.conformance.trials import Trial, Values
 from attnroute.engine.evaluate import Form, Prepared, outcomes_of, prepared
 from attnroute.engine.examples import read_example
 from attnroute.engine.select import Judgement
 from attnroute.errors import AttnRouteError
 from attnroute.question.call import Call, Strides
+from attnroute.question.facts.sizes import mask_tensor_elements
 from attnroute.question.host import Host, device_of
 from attnroute.question.line import parse, render
 from attnroute.question.nodes import KeyPaddingNode
@@ -29,14 +30,16 @@ from attnroute.tables.rows import FeatureRow, RuleRow
 from attnroute.tables.schema import boxes_of
 from attnroute.vocabulary import DTYPE_BYTES, Outcome
 
-PER_SIDE: Final = 2
-"""Calls on each side of a row: one near its own example, one at the edge of its condition."""
+_INSIDE: Final = 2
+"""Calls that a row lets pass: one near its own example, one at the edge of its condition."""
+_OUTSIDE: Final = 4
+"""Calls that it rejects, those of which all must be right before it counts as too strict."""
 _LOOKED_AT: Final = 400
 """Calls of which a row is asked about, and of those the backend, for each side."""
 _MOST_WORK: Final = {"cpu": 2**31, "cuda": 2**44}
 """Multiplications of a call that is run: a second, about, with its reference."""
 _MOST_BYTES: Final = {"cpu": 2**28, "cuda": 18 * 2**30}
-"""Bytes of query, key, value and output."""
+"""Bytes of query, key, value, output and mask."""
 BIG_BYTES: Final = 2**29
 """A call that takes more runs alone on the device."""
 _RISKY: Final = frozenset({"crash", "hang", "wrong_result"})
@@ -63,6 +66,7 @@ class Points(NamedTuple):
         inside: Calls that the row takes: they must be right.
         outside: Calls that it rejects: they must not be.
         reason: Why nothing can be tried, where nothing can.
+        compiles: The backend compiles each kind of call for seconds.
     """
 
     row: RuleRow
@@ -70,6 +74,7 @@ class Points(NamedTuple):
     inside: Side
     outside: Side
     reason: str = ""
+    compiles: bool = False
 
     @property
     def has_inside(self) -> bool:
@@ -121,12 +126,18 @@ class _Finder:
         reason = self._reason(is_certain)
         if reason:
             return Points(self.row, self.rows.backend, Side(), Side(), reason)
-        outside = self._found(self._seeds, self._outside_of)
-        inside = self._found([*self._seeds, *(found.call for found in outside)], self._inside_of)
+        outside = self._found(self._seeds, self._outside_of, _OUTSIDE)
+        inside = self._found([*self._seeds, *(found.call for found in outside)], self._inside_of, _INSIDE)
         if inside and not outside:
-            outside = self._found([found.call for found in inside], self._outside_of)
-        outside = outside or self._found(self._seeds, self._beside_others)
-        return Points(self.row, self.rows.backend, self._inside(inside), self._outside(outside))
+            outside = self._found([found.call for found in inside], self._outside_of, _OUTSIDE)
+        outside = outside or self._found(self._seeds, self._beside_others, _OUTSIDE)
+        return Points(
+            self.row,
+            self.rows.backend,
+            self._inside(inside),
+            self._outside(outside),
+            compiles=self.rows.info.first_call_seconds is not None,
+        )
 
     def _reason(self, is_certain: bool) -> str:
         rule = self.row.rule
@@ -169,11 +180,14 @@ class _Finder:
                 found.append(read_example(text).call)
         return found
 
-    def _found(self, seeds: list[Call], accept: Callable[[Call], _Found | None]) -> list[_Found]:
-        """Return some calls of one side: the first near an example, the others nearest to the edge."""
+    def _found(self, seeds: list[Call], accept: Callable[[Call], _Found | None], most: int) -> list[_Found]:
+        """Return some calls of one side: the first near an example, the others nearest to the edge.
+
+        Calls that train stand behind others of the same kind, as their kernels are others.
+        """
         found: list[_Found] = []
         seen: set[str] = set()
-        for call in islice(self._around(seeds), _LOOKED_AT):
+        for call in islice(self._around(seeds, most > _INSIDE), _LOOKED_AT):
             simple = normalize(call)
             line = render(simple)
             if line in seen or not self._fits(simple):
@@ -181,14 +195,18 @@ class _Finder:
             seen.add(line)
             if (one := accept(simple)) is not None:
                 found.append(one)
-            if len(found) == PER_SIDE:
+            if len(found) == most:
                 break
         return found
 
-    def _around(self, seeds: list[Call]) -> Iterator[Call]:
+    def _around(self, seeds: list[Call], both_phases: bool) -> Iterator[Call]:
         """Give the seeds, what one change makes of them, and what two do."""
         small = [call for seed in seeds for call in smaller(seed)]
-        yield from (*seeds, *(seed for seed in small if not any(map(self._fits, seeds))))
+        near = (*seeds, *(seed for seed in small if not any(map(self._fits, seeds))))
+        for call in near:
+            yield call
+            if both_phases:
+                yield from changed(call, "phase", "training")
         once = [call for seed in seeds for call in neighbours(seed, self._conditions)]
         yield from once
         for call in (*seeds, *once[:20]):
@@ -197,6 +215,8 @@ class _Finder:
             yield from neighbours(call, self._conditions)
 
     def _fits(self, call: Call) -> bool:
+        if call.layout == "thd" and call.batch != 1:
+            return False
         work = call.batch * call.num_heads_q * call.seqlen_q * call.seqlen_kv
         work *= call.head_dim_qk + call.head_dim_v
         return work <= _MOST_WORK[self._device] and bytes_of(call) <= _MOST_BYTES[self._device]
@@ -267,7 +287,12 @@ class _Finder:
         for call, past in calls:
             named = ("garbage", *kinds) if is_padded(call) else kinds
             trials += [self._trial(call, values=values, past=past) for values in named]
-        return Side(tuple(trials))
+        # Rows about offsets and strides mean what lies apart: what is right with heads outermost need not be
+        # with tokens outermost.
+        apart = [c for c in calls if c.call.layout == "bhsd" and not c.call.strides.kv_heads_expanded]
+        for values in ("usual", "low"):
+            trials += [self._trial(c, memory=_ORDERS[1], values=values, past=past) for c, past in apart]
+        return Side(tuple(dict.fromkeys(trials)))
 
     def _layouts(self, call: Call) -> Iterator[tuple[Call, tuple[str, ...]]]:
         """Give the memory layouts of a call that the row and the backend admit."""
@@ -319,10 +344,11 @@ def is_padded(call: Call) -> bool:
 
 
 def bytes_of(call: Call) -> int:
-    """Return what query, key, value and output take."""
+    """Return what query, key, value, output and a mask or bias take."""
     width = call.head_dim_qk + call.head_dim_v
     tokens = call.num_heads_q * call.seqlen_q + call.num_heads_kv * call.seqlen_kv
-    return call.batch * tokens * width * DTYPE_BYTES[call.dtype]
+    elements = call.batch * tokens * width + mask_tensor_elements(call)
+    return elements * DTYPE_BYTES[call.dtype]
 
 
 def is_big(trials: Iterable[Trial]) -> bool:

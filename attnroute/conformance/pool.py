@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -26,8 +26,9 @@ _FAILURES_SHOWN: Final = 3
 """So many failures inside of a row tell enough."""
 _LEAVE: Final = 2.0
 """Seconds in which a process may end by itself, so that it leaves nothing behind."""
-_KEPT_BYTES: Final = 2**31
+_KEPT_BYTES: Final = 2**29
 """Device memory that a process keeps between two trials."""
+_ALONE: Final = "alone"
 _THREADS: Final = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Processes side by side share the cores."""
 
@@ -42,6 +43,7 @@ class Job(NamedTuple):
             "drawn": each trial is by itself, and whose kernel ran is told by the route.
         trials: What is run.
         alone: It takes much memory.
+        seconds: What it takes, about: groups that take longer are begun by more workers.
     """
 
     key: str
@@ -49,6 +51,7 @@ class Job(NamedTuple):
     side: Literal["inside", "outside", "drawn"]
     trials: tuple[Trial, ...]
     alone: bool = False
+    seconds: float = 1.0
 
 
 Results = tuple[tuple[Trial, Outcome], ...]
@@ -61,6 +64,11 @@ class Worker:
         """Start nothing yet."""
         self._process: Any = None
         self._connection: Connection | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the next trial is the first of its process."""
+        return self._connection is None
 
     def ask(self, trial: Trial, limit: float, *, look: bool = True) -> Outcome:
         """Run one trial in the process; `look` at a profile of it."""
@@ -114,7 +122,6 @@ class Pool:
         self.count = count
         self.until = until
         self._lock = threading.Lock()
-        self._alone = threading.Lock()
         self._stopped = threading.Event()
 
     def run(self, jobs: Iterable[Job], handle: Callable[[Job, Results], None]) -> None:
@@ -125,7 +132,7 @@ class Pool:
         """
         queues: dict[str, deque[Job]] = {}
         for job in jobs:
-            queues.setdefault(job.group, deque()).append(job)
+            queues.setdefault(_ALONE if job.alone else job.group, deque()).append(job)
         busy: Counter[str] = Counter()
         workers = [Worker() for _ in range(self.count)]
         threads = [
@@ -154,20 +161,31 @@ class Pool:
         while not self._stopped.is_set() and time.monotonic() < self.until:
             with self._lock:
                 busy[group] -= 1
-                if not queues.get(group):
-                    group = max(
-                        queues, key=lambda name: len(queues[name]) / (1 + max(0, busy[name])), default=""
-                    )
+                group = group if queues.get(group) else _next(queues, busy)
                 job = queues[group].popleft() if queues.get(group) else None
                 busy[group] += 1
             if job is None:
                 break
-            with self._alone if job.alone else nullcontext():
-                results = run_job(worker, job)
+            results = run_job(worker, job)
             with self._lock:
                 if not self._stopped.is_set():
                     handle(job, results)
         worker.end()
+
+
+def _next(queues: dict[str, deque[Job]], busy: Counter[str]) -> str:
+    """Return the group that needs one more worker most; large jobs get the first one, and never a second."""
+    if queues.get(_ALONE):
+        return (
+            _ALONE
+            if busy[_ALONE] <= 0
+            else max(queues.keys() - {_ALONE}, key=_left(queues, busy), default="")
+        )
+    return max(queues, key=_left(queues, busy), default="")
+
+
+def _left(queues: dict[str, deque[Job]], busy: Counter[str]) -> Callable[[str], float]:
+    return lambda name: sum(job.seconds for job in queues[name]) / (1 + max(0, busy[name]))
 
 
 def run_job(worker: Worker, job: Job) -> Results:
@@ -177,7 +195,10 @@ def run_job(worker: Worker, job: Job) -> Results:
     is_spoilt = job.side == "outside"
     for trial in job.trials:
         limit = LIMIT[trial.device] / (2 if trial.past else 1)
+        is_new = worker.is_new
         outcome = worker.ask(trial, limit, look=job.side != "drawn")
+        if outcome.status in FAILURES and job.side != "outside" and not is_new:
+            outcome = _again(worker, trial, outcome, limit)
         found.append((trial, outcome))
         if job.side == "drawn":
             continue
@@ -191,6 +212,15 @@ def run_job(worker: Worker, job: Job) -> Results:
     if is_spoilt:
         worker.end()
     return tuple(found)
+
+
+def _again(worker: Worker, trial: Trial, failed: Outcome, limit: float) -> Outcome:
+    """Run a trial that failed once more, in a new process: what ran before may have brought it about."""
+    worker.end()
+    outcome = worker.ask(trial, limit)
+    if outcome.status != "right":
+        return outcome
+    return outcome.changed(said=f"right in a new process; behind other calls {failed.status}: {failed.said}")
 
 
 def _context() -> BaseContext:

@@ -15,7 +15,7 @@ from attnroute.errors import argument_error, shortened
 from attnroute.question.host import Host
 from attnroute.question.plain import Plain
 
-Verdict = Literal["holds", "too loose", "too strict", "not testable here", "not reached"]
+Verdict = Literal["holds", "argued", "too loose", "too strict", "not testable here", "not reached"]
 
 
 class Result(Plain):
@@ -49,8 +49,8 @@ class Entry(Plain):
     Attributes:
         rule: The id of the row.
         backend: The backend.
-        verdict: What came of it.
-        reason: Why, as a sentence or clause; empty where the row holds.
+        verdict: What came of it; "argued" where outside is right and the row says why it refuses that.
+        reason: Why, as a sentence or clause; of a row that holds, which side has no call.
         inside: Calls that the row takes.
         outside: Calls that it rejects.
     """
@@ -163,14 +163,19 @@ def _verdict(points: Points, inside: tuple[Result, ...], outside: tuple[Result, 
         return "too loose", f"inside, {failed.outcome.status}: {failed.outcome.said}; {failed.trial.command}"
     is_refused = any(r.outcome.status in FAILURES for r in outside)
     ran = next((r for r in outside if r.outcome.status == "right"), None)
+    if not is_refused and ran is not None and points.row.rule.argued:
+        return "argued", points.row.rule.argued
     if not is_refused and ran is not None:
         return "too strict", f"outside, it runs and is right; {ran.trial.command}"
-    if not is_refused:
-        return "not testable here", _why("outside", points.outside.reason, outside)
-    if points.has_inside and not any(r.outcome.status == "right" for r in inside):
-        return "not testable here", _why("inside", points.inside.reason, inside)
-    return "holds", ""
-
-
-def _why(side: str, reason: str, results: tuple[Result, ...]) -> str:
-    return f"{side}: {reason or (results[0].outcome.said if results else 'nothing was tried')}"
+    is_right = any(r.outcome.status == "right" for r in inside)
+    for side, trials, found, is_told in (
+        ("outside", points.outside, outside, is_refused),
+        ("inside", points.inside, inside, is_right or not points.has_inside),
+    ):
+        if trials.trials and not is_told:
+            said = found[0].outcome.said if found else "nothing was tried"
+            return "not testable here", f"{side}: {said}"
+    if not is_refused and not is_right:
+        return "not testable here", points.outside.reason
+    # Where other rows reject all that one rejects, or all that it takes, there is one side.
+    return "holds", "" if is_refused and is_right else points.inside.reason or points.outside.reason

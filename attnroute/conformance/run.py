@@ -18,7 +18,7 @@ from attnroute.api.attention import attention
 from attnroute.api.intake import take
 from attnroute.api.question import call_of
 from attnroute.api.trace import TracedCall
-from attnroute.conformance import values
+from attnroute.conformance import dropout, values
 from attnroute.conformance.judge import wrong
 from attnroute.conformance.kernels import own_kernels, stranger, watched
 from attnroute.conformance.past import past
@@ -34,6 +34,7 @@ from attnroute.errors import (
 )
 from attnroute.executors import launch
 from attnroute.probes.torch_host import host_of
+from attnroute.question.call import Context
 from attnroute.question.normalize import normalize
 from attnroute.tables.load import load
 from attnroute.tuning import gate
@@ -84,12 +85,19 @@ def _run(trial: Trial, *, look: bool) -> Outcome:
         return Outcome(status="untested", said="graphs are captured on CUDA devices")
     problem, call = remake(traced), traced.call
     values.fill(problem, trial.values)
-    want = gate.truth(problem, call)
+    if call.dropout_p and (call.context.compiled or call.context.cuda_graph):
+        return Outcome(status="untested", said="what is dropped is read off eager calls only")
+    if call.dropout_p and not dropout.is_readable(call) and trial.values not in ("usual", "zeros"):
+        return Outcome(status="untested", said="so many dropped weights are told from normal numbers only")
+    # What is dropped only the kernel knows.
+    want = {} if call.dropout_p else gate.truth(problem, call)
     if trial.values == "garbage":
         values.spoil(problem, call)
-    if trial.past and not _rejects(problem, call, trial):
+    with gate.deterministic(call):
+        is_rejected = not trial.past or _rejects(problem, call, trial)
+    if not is_rejected:
         return Outcome(status="untested", said=f"made again, {trial.past[0]} lets it pass")
-    with past(trial.past):
+    with past(trial.past), gate.deterministic(call):
         try:
             return _held(trial, problem, call, want, look=look)
         except (torch.OutOfMemoryError, ArgumentError, NoBackendError):
@@ -107,6 +115,7 @@ def _held(
     look: bool,
 ) -> Outcome:
     """Run the kernel and compare what it gives with what is true."""
+    run = partial(_kernel, problem, trial.backend, call)
     ran: list[Choice] = []
     listener = lambda route, _: ran.append(route.choice)  # noqa: E731
     replaced: list[launch.Replaced] = []
@@ -114,12 +123,10 @@ def _held(
     routes.LISTENERS.append(listener)
     launch.listen(note)
     try:
-        with gate.deterministic(call):
-            attend = partial(gate.run, problem, trial.backend, _way(call))
-            attend = partial(_captured, attend) if call.context.cuda_graph else attend
-            # Where a row is lifted each process is new, and looking at the device would take it a second.
-            device = "cpu" if trial.past else trial.device
-            got, seen = watched(attend, device) if look else (attend(), None)
+        attend = partial(_captured, run) if call.context.cuda_graph else partial(run, call.dropout_p)
+        # Where a row is lifted each process is new, and looking at the device would take it a second.
+        device = "cpu" if trial.past else trial.device
+        got, seen = watched(attend, device) if look else (attend(), None)
     finally:
         routes.LISTENERS.remove(listener)
         launch.unlisten(note)
@@ -132,9 +139,37 @@ def _held(
         helpers = ["chunked"] if any("backward_from_chunked" in choice.repairs for choice in ran) else []
         if said := stranger(seen, backend, load(settings.current().tables), helpers):
             return Outcome(status="refused", said=shortened(said, _TOLD), ran=backend)
-    error = wrong(problem, call, got, want)
+    check = partial(dropout.wrong, problem, call, run) if call.dropout_p else _beside(problem, call, want)
+    error = check(got) or _repeated(trial, call, run, check)
     kernels = own_kernels(seen, backend) if seen is not None else ()
     return Outcome(status="wrong" if error else "right", said=error, ran=backend, kernels=kernels)
+
+
+def _beside(
+    problem: Problem, call: Call, want: dict[str, torch.Tensor]
+) -> Callable[[dict[str, torch.Tensor]], str]:
+    return lambda got: wrong(problem, call, got, want)
+
+
+def _kernel(problem: Problem, backend: str | None, call: Call, dropout_p: float) -> dict[str, torch.Tensor]:
+    """Run a call's kernel on what its tensors hold, always with the same seed."""
+    if call.dropout_p:
+        torch.manual_seed(0)
+    return gate.run(problem, backend, _way(call), dropout_p=dropout_p)
+
+
+def _repeated(
+    trial: Trial,
+    call: Call,
+    run: Callable[[float], dict[str, torch.Tensor]],
+    check: Callable[[dict[str, torch.Tensor]], str],
+) -> str:
+    """Return what is wrong with a call that repeats an earlier one and goes the short way; "" = nothing."""
+    if trial.values != "usual" or call.context != Context():
+        return ""
+    run(call.dropout_p)
+    said = check(run(call.dropout_p))
+    return said and f"the first call is right, the third is not: {said}"
 
 
 def _rejects(problem: Problem, call: Call, trial: Trial) -> bool:
@@ -158,6 +193,8 @@ def _unable(error: AttnRouteError, trial: Trial) -> str:
 def _way(call: Call) -> Callable[..., Any]:
     """Return how a call is made that its line says: as it stands, compiled, captured, or below a mode."""
     if call.context.compiled:
+        # What an earlier trial compiled for the same function would run in place of this one.
+        torch.compiler.reset()
         return torch.compile(_called, backend="aot_eager")
     if call.context.dispatch_mode:
         return _below_a_mode
@@ -168,11 +205,11 @@ def _called(**given: Any) -> Any:
     return attention(**given)
 
 
-def _captured(run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _captured(run: Callable[[float], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Capture a first call into a CUDA graph, and return what a replay gives."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = run()
+        found = run(0.0)
     graph.replay()
     return found
 

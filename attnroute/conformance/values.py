@@ -25,7 +25,7 @@ _EVERY: Final = 3
 
 def fill(problem: Problem, values: Values) -> None:
     """Change the values of query, key and value where they lie."""
-    query, key, value = (_stored(t.detach()) for t in problem.given[:3])
+    query, key, value = (stored(t.detach()) for t in problem.given[:3])
     tokens = 0 if problem.given.layout == "thd" else 1 if problem.given.layout == "bshd" else 2
     if values == "sharp":
         query.copy_(query.float() * _SHARP)
@@ -44,7 +44,7 @@ def _every(tensor: Tensor, dim: int) -> Tensor:
     return tensor[(slice(None),) * dim + (slice(None, None, _EVERY),)]
 
 
-def _stored(tensor: Tensor) -> Tensor:
+def stored(tensor: Tensor) -> Tensor:
     """Return what of a tensor has memory of its own: expanded heads are one."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and stride == 0:
@@ -61,8 +61,8 @@ def spoil(problem: Problem, call: Call) -> None:
     for tensor, number in zip((problem.given.key, problem.given.value), garbage, strict=True):
         heads = 2 if problem.given.layout == "bshd" else 1
         where = found.unsqueeze(heads)[..., None]
-        stored = _stored(tensor.detach())
-        stored.masked_fill_(where.expand_as(stored), number)
+        place = stored(tensor.detach())
+        place.masked_fill_(where.expand_as(place), number)
 
 
 def _left_out(problem: Problem, call: Call) -> Tensor | None:

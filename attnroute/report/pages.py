@@ -210,6 +210,8 @@ def _rule(row: RuleRow) -> Iterator[str]:
     examples = [f"refuses {_codes(refused)}"] * bool(refused) + [f"takes {_codes(taken)}"] * bool(taken)
     if examples:
         yield f"* {'; '.join(examples)}"
+    if rule.argued is not None:
+        yield f"* what it refuses was run and is right; it stays: {_text(rule.argued)}"
     yield from _evidence_lines(rule.evidence)
     yield from (f"* not for `{backend}`: {_linked(reason)}" for backend, reason in rule.not_for.items())
     if rule.recheck_after is not None:

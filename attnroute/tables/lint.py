@@ -302,12 +302,16 @@ def _modules(tables: Tables) -> Iterator[Problem]:
 
 
 def _reasons(tables: Tables) -> Iterator[Problem]:
-    """A reason is a clause: some words, and no full stop, as explanations go on behind it."""
+    """A reason is a clause, as explanations go on behind it; an argument is a sentence."""
     for row in stating(tables):
         denials = row.rule.not_for if isinstance(row, RuleRow) else {}
         for field, reason in (("because", said_by(row).because), *(("not_for", r) for r in denials.values())):
             if len(reason.split()) < _WORDS or reason != reason.strip(" ."):
                 yield problem_of(row, field, f'requires a clause that says why; got "{reason}".')
+    for row in tables.all_rows():
+        said = row.rule.argued
+        if said is not None and (len(said.split()) < _WORDS or not said[:1].isupper() or said[-1:] != "."):
+            yield problem_of(row, "argued", f'requires a sentence that says why; got "{said}".')
 
 
 def _scopes(tables: Tables) -> Iterator[Problem]:

@@ -146,6 +146,7 @@ class _Condition(Row):
             prepares it.
         repair: The preparation that lifts this row.
         because: Why the row exists, as a clause for people.
+        argued: Why it refuses calls that were run beyond it and were right, as a sentence.
         refuses: Calls that this row rejects, each a call line, then ` on ` and what matters of the machine:
             `bf16 b2 hq8 sq512 d64 thd on sm_90 cudnn=9.15.0`. For checks and people; no decision reads it.
         takes: Calls that it lets pass, as near to those as can be.
@@ -162,6 +163,7 @@ class _Condition(Row):
     requires: Box | AnyOf | Literal["never"]
     repair: Repair | None = None
     because: str
+    argued: str | None = None
     refuses: Examples | None = None
     takes: Examples | None = None
     not_for: Annotated[dict[Backend, str], Field(default_factory=dict)]

@@ -39,15 +39,18 @@ class Sizes(NamedTuple):
     value: float = 1.0
 
 
-def run(problem: Problem, backend: str | None, way: Callable[..., Any] = attention) -> dict[str, Tensor]:
+def run(
+    problem: Problem, backend: str | None, way: Callable[..., Any] = attention, *, dropout_p: float = 0.0
+) -> dict[str, Tensor]:
     """Return what a backend gives: "output", perhaps "log-sum-exp", and the gradients by their leaves.
 
     Args:
         problem: The call.
         backend: Who must run it; None = who is chosen.
         way: Makes the call, in place of `attention()`.
+        dropout_p: The probability of dropout, whatever the call says: what it drops nobody knows beforehand.
     """
-    result = way(**problem.given._replace(backend=backend, dropout_p=0.0)._asdict())
+    result = way(**problem.given._replace(backend=backend, dropout_p=dropout_p)._asdict())
     out, lse = result if isinstance(result, tuple) else (result, None)
     found = {"output": out.detach()} | ({} if lse is None else {"log-sum-exp": lse.detach()})
     if problem.leaves:

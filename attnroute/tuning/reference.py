@@ -15,19 +15,40 @@ if TYPE_CHECKING:
     from attnroute.api.records import Problem
 
 
-def attend(**arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what `attention()` returns for the same arguments; each step is a plain operator of torch."""
+def attend(
+    *, kept: Tensor | None = None, rounded: torch.dtype | None = None, **arguments: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return what `attention()` returns for the same arguments; each step is a plain operator of torch.
+
+    Args:
+        kept: Which weights dropout leaves, (batch, num_heads_q, seqlen_q, seqlen_kv); without it all.
+        rounded: A dtype to which weights, output and the gradient of the scores are rounded, as fused kernels
+            round them between their products.
+        **arguments: Those of `attention()`.
+    """
     problem = take(Given(**arguments))
     given, value = problem.given, problem.value
     scores = _scores(problem)
     if given.sink is not None:
         sink = given.sink.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
+    if rounded is not None and scores.requires_grad:
+        scores.register_hook(lambda grad: grad.to(rounded).to(grad.dtype))
     lse = _log_sum_exp(scores)
     weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
     weights = weights[..., : value.shape[2]]
-    out, lse_given = problem.in_given_layout(weights @ _shared(problem, value), lse)
+    if kept is not None:
+        weights = weights * kept / (1 - given.dropout_p)
+    if rounded is not None:
+        weights = _rounded(weights, rounded)
+    mixed = weights @ _shared(problem, value)
+    out, lse_given = problem.in_given_layout(mixed if rounded is None else _rounded(mixed, rounded), lse)
     return out if lse_given is None else (out, lse_given)
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor with the values of a dtype, and a gradient as if it had its own."""
+    return tensor + (tensor.to(dtype).to(tensor.dtype) - tensor).detach()
 
 
 def _scores(problem: Problem) -> Tensor:

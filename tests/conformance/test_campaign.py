@@ -36,6 +36,7 @@ requires = {{ seqlen_q = "%2" }}
 refuses = "fp32 b2 hq4 sq33 d16"
 takes = "fp32 b2 hq4 sq34 d16"
 {EVIDENCE}"""
+ARGUED = STRICT.replace('because = "', 'argued = "Nobody has an odd number."\nbecause = "')
 HOLDS = f"""
 [[rule]]
 name = "causal-nan-scale"
@@ -71,6 +72,7 @@ def conformance(*words):
         (HOLDS, "cpu/flash/causal-nan-scale", "holds", 0),
         (LOOSE, "cpu/flash/causal-nan-scale", "too loose", 1),
         (STRICT, "cpu/flash/odd-lengths", "too strict", 0),
+        (ARGUED, "cpu/flash/odd-lengths", "argued", 0),
     ],
 )
 def test_a_planted_row_gets_its_verdict_and_a_command_that_repeats_it(
@@ -84,7 +86,9 @@ def test_a_planted_row_gets_its_verdict_and_a_command_that_repeats_it(
     assert (entry.rule, entry.backend, entry.verdict) == (rule, "flash", verdict)
     assert entry.inside
     assert entry.outside
-    if verdict != "holds":
+    if verdict == "argued":
+        assert f"argued: {rule} for flash: {entry.reason}" in out
+    elif verdict != "holds":
         assert f"{verdict}: {rule} for flash" in out
         assert entry.reason.split("; ")[-1].startswith("attnroute conformance --call")
 

@@ -221,6 +221,17 @@ def test_a_reason_why_not_for_another_backend_is_a_clause(broken):
     assert 'got "not here.".' in only(problems(broken), "any/fa2.toml", "not_for")
 
 
+@pytest.mark.parametrize("argued", ["", "Too slow.", "nobody would gain by it.", "Nobody would gain by it"])
+def test_an_argument_that_is_no_sentence(broken, argued):
+    append(broken / "sm_90" / "flash.toml", row(more=f'argued = "{argued}"'))
+    assert "requires a sentence" in only(problems(broken), "sm_90/flash.toml", "argued")
+
+
+def test_an_argument(broken):
+    append(broken / "sm_90" / "flash.toml", row(more='argued = "Nobody would gain by it."'))
+    assert problems(broken) == []
+
+
 def test_a_fault_whose_day_has_passed(broken):
     append(broken / "sm_90" / "flash.toml", row(kind="crash", more="recheck_after = 2026-12-30"))
     assert "2026-12-30" in only(problems(broken), "sm_90/flash.toml", "recheck_after")
