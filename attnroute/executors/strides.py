@@ -2,9 +2,8 @@
 
 A gradient lies as whatever came after the call left it, which nobody knows while the call is decided. Kernels
 read it in steps of 16 bytes and along its last dimension: a slice that starts elsewhere ends the process
-("misaligned address"). torch's path to cuDNN up to torch 2.14 also keeps one plan for all gradients of a call
-(run_cudnn_SDP_bprop in MHA.cpp, whose key has no strides of it), made for the strides of the first one: any
-other gradient gives wrong numbers, silently. A gradient that fits is passed on as it is.
+("misaligned address"). cuDNN's backward in torch gets gradients that lie as the output does (aten/cudnn.py
+says why). A gradient that fits is passed on as it is.
 """
 
 from __future__ import annotations

@@ -77,29 +77,31 @@ def select(monkeypatch, choice):
     ran = []
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: choice)
     operators = {
-        SDPBackend.FLASH_ATTENTION.value: lambda q, k, v, _, causal, scale: (
-            torch._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        SDPBackend.FLASH_ATTENTION.value: lambda q, k, v, _, dropout_p, causal, scale: (
+            torch._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal, False, scale=scale)
         ),
-        SDPBackend.CUDNN_ATTENTION.value: lambda q, k, v, attn, causal, scale: (
-            torch._scaled_dot_product_cudnn_attention(q, k, v, attn, True, 0.0, causal, False, scale=scale)
+        SDPBackend.CUDNN_ATTENTION.value: lambda q, k, v, attn, dropout_p, causal, scale: (
+            torch._scaled_dot_product_cudnn_attention(
+                q, k, v, attn, True, dropout_p, causal, False, scale=scale
+            )
         ),
-        SDPBackend.EFFICIENT_ATTENTION.value: lambda q, k, v, attn, causal, scale: (
+        SDPBackend.EFFICIENT_ATTENTION.value: lambda q, k, v, attn, dropout_p, causal, scale: (
             torch._scaled_dot_product_efficient_attention(
                 q,
                 k,
                 v,
                 attn if attn is None else attn.expand(*q.shape[:3], -1),
                 True,
-                0.0,
+                dropout_p,
                 causal,
                 scale=scale,
             )
         ),
     }
 
-    def attention(query, key, value, attn, *, is_causal=False, scale=None, enable_gqa=False):
+    def attention(query, key, value, attn, *, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         ran.append(attn)
-        return operators[choice](query, key, value, attn, is_causal, scale)[0]
+        return operators[choice](query, key, value, attn, dropout_p, is_causal, scale)[0]
 
     monkeypatch.setattr(handover, "_attention", attention)
     return ran

@@ -67,6 +67,9 @@ def _taken(name, given):
         assert all(n == 1 or own == of_out for n, own, of_out in sides), (
             "read with the strides of another gradient"
         )
+        # With dropout it cannot be told apart, which any/cudnn/dropout-gradient-strides keeps away.
+        apart = given["dropout_p"] or math.copysign(1.0, given["dropout_p"]) < 0
+        assert apart, "read by a plan of other code"
     return grad
 
 

@@ -1,8 +1,15 @@
-"""CUDNN: torch's cuDNN attention operator."""
+"""CUDNN: torch's cuDNN attention operator.
+
+torch keeps a plan of the backward for calls that are alike (run_cudnn_SDP_bprop in MHA.cpp, torch 2.7 and
+later). It is made for the strides of the first gradient, and what torch compares has no strides of gradients:
+one that lies otherwise gives wrong numbers, silently. `attention()` hands over gradients that lie as the
+output does. Other code of the process may have made the plan for other ones, so calls that train have plans
+of their own: torch compares the bytes of the dropout's probability, and -0.0 has others than 0.0.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,17 +30,22 @@ from attnroute.executors.protocol import (
 from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.form import as_4d
 
+_NO_DROPOUT: Final = -0.0
+"""Of calls that train: equal to 0.0 in every comparison, and another key of torch's plans."""
+
 
 def run(inputs: Inputs, plan: Plan) -> Output:
     """Run the operator."""
-    out, lse, *_ = _operator(inputs, keep_lse=plan.training or plan.return_lse)
+    keep_lse = plan.training or plan.return_lse
+    out, lse, *_ = _operator(inputs, keep_lse=keep_lse, dropout_p=_dropout_of(inputs, plan))
     watch(out, plan, as_output=True)
     return out, lse.view(out.shape[:3]) if plan.return_lse else None
 
 
 def forward(inputs: Inputs, _: Plan) -> ForwardResult:
     """Run the operator and keep what `backward` takes beside output and log-sum-exp."""
-    out, lse, *rest = _operator(inputs, keep_lse=True)
+    dropout_p = inputs.dropout_p or _NO_DROPOUT
+    out, lse, *rest = _operator(inputs, keep_lse=True, dropout_p=dropout_p)
     return ForwardResult(out, lse.view(out.shape[:3]), (lse.shape, *rest))
 
 
@@ -55,14 +67,18 @@ def backward(inputs: Inputs, _: Plan, result: ForwardResult, grad_out: Tensor, w
         sums_kv,
         max_q,
         max_kv,
-        inputs.dropout_p,
+        inputs.dropout_p or _NO_DROPOUT,
         is_causal(inputs),
         scale=inputs.scale,
     )
     return *grads, None
 
 
-def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
+def _dropout_of(inputs: Inputs, plan: Plan) -> float:
+    return inputs.dropout_p or (_NO_DROPOUT if plan.training else 0.0)
+
+
+def _operator(inputs: Inputs, *, keep_lse: bool, dropout_p: float) -> tuple[Any, ...]:
     """Return the operator's outputs; the log-sum-exp may have a last dimension of size 1."""
     return operator_of("_scaled_dot_product_cudnn_attention", inputs.query)(  # type: ignore[no-any-return]
         inputs.query,
@@ -70,7 +86,7 @@ def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
         inputs.value,
         attn_of(inputs),
         keep_lse,
-        inputs.dropout_p,
+        dropout_p,
         is_causal(inputs),
         False,
         scale=inputs.scale,
@@ -80,7 +96,7 @@ def _operator(inputs: Inputs, *, keep_lse: bool) -> tuple[Any, ...]:
 def _launch_of(inputs: Inputs, plan: Plan) -> Launch:
     """Return what calls the operator."""
     operator = operator_of("_scaled_dot_product_cudnn_attention", inputs.query)
-    causal, scale, dropout_p = is_causal(inputs), inputs.scale, inputs.dropout_p
+    causal, scale, dropout_p = is_causal(inputs), inputs.scale, _dropout_of(inputs, plan)
     keep_lse = plan.training or plan.return_lse
 
     def launch(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, *, whole: bool = False) -> Any:
@@ -94,5 +110,5 @@ def _launch_of(inputs: Inputs, plan: Plan) -> Launch:
 executor = Executor(
     run,
     Pair(forward, backward, with_lse(_launch_of)),
-    bind=short_way(SDPBackend.CUDNN_ATTENTION, _launch_of, as_output=True),
+    bind=short_way(SDPBackend.CUDNN_ATTENTION, _launch_of, as_output=True, no_dropout=_NO_DROPOUT),
 )

@@ -46,6 +46,7 @@ def short_way(
     launch_of: LaunchOf,
     *,
     as_output: bool = False,
+    no_dropout: float | None = None,
 ) -> Bind:
     """Return the `Bind` of one of torch's fused kernels.
 
@@ -53,13 +54,15 @@ def short_way(
         choice: What torch calls the kernel.
         launch_of: How its operator is called.
         as_output: The gradient of an output must have the strides of the output.
+        no_dropout: What torch's function is given for no dropout in calls that train; None = nothing.
     """
 
     def bind(inputs: Inputs, plan: Plan) -> Bound | None:
         run: Bound | None
         run = direct = launch_of(inputs, plan)
         if "to_varlen" not in plan.repairs:
-            run = _handed_over(choice, inputs, direct) or direct
+            dropout_p = inputs.dropout_p or (no_dropout if plan.training else None)
+            run = _handed_over(choice, inputs, direct, dropout_p) or direct
         trains = plan.training and plan.device_type != "cpu"
         return run if run is None or not trains else _watched(run, as_output=as_output)
 
@@ -86,7 +89,12 @@ def with_lse(launch_of: LaunchOf) -> BindForward:
     return bind
 
 
-def _handed_over(choice: SDPBackend, inputs: Inputs, operator: Bound | None) -> Bound | None:
+def _handed_over(
+    choice: SDPBackend,
+    inputs: Inputs,
+    operator: Bound | None,
+    dropout_p: float | None,
+) -> Bound | None:
     """Return torch's function, with the operator for calls after a switch was moved; None = only that."""
     attn, mask = inputs.attn, inputs.mask
     if attn is None and not (mask.band_lo is None and mask.band_hi in (None, 0)):
@@ -95,8 +103,8 @@ def _handed_over(choice: SDPBackend, inputs: Inputs, operator: Bound | None) -> 
         return None
     # Each argument that torch must read costs the host more than it looks.
     named: dict[str, Any] = {"is_causal": True} if is_causal(inputs) else {}
-    if inputs.dropout_p:
-        named["dropout_p"] = inputs.dropout_p
+    if dropout_p is not None:
+        named["dropout_p"] = dropout_p
     if inputs.scale is not None:
         named["scale"] = inputs.scale
     if inputs.query.shape[1] != inputs.key.shape[1]:
