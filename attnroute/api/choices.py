@@ -12,7 +12,7 @@ from attnroute.api import failures, tuned
 from attnroute.engine.classes import class_of
 from attnroute.engine.decide import decide, describe
 from attnroute.engine.decision import Decision
-from attnroute.engine.select import Selection, select
+from attnroute.engine.select import Selection, repaid_after, select
 from attnroute.errors import NoBackendError, QuadraticAttentionWarning, warn_user
 from attnroute.masks.tracing import is_tracing
 from attnroute.memory import Memory
@@ -50,6 +50,7 @@ class Choice:
         options: Options that rows state for the kernel.
         compiles: The first call of such a kind compiles.
         needed_bytes: What it allocates besides the output, as far as it is known.
+        repaid_after: After so many calls of one shape the plan of another backend is worth its time.
     """
 
     call: Call
@@ -60,6 +61,7 @@ class Choice:
     options: tuple[tuple[str, int | bool | str], ...]
     compiles: bool
     needed_bytes: int
+    repaid_after: int | None
 
     @classmethod
     def of(cls, selection: Selection) -> Choice:
@@ -74,6 +76,7 @@ class Choice:
             judgement.options.values,
             judgement.rows.info.first_call_seconds is not None,
             judgement.needed_bytes,
+            repaid_after(selection),
         )
 
     def decision(self) -> Decision:

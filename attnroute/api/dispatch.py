@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnroute.api import checkpoint, repeats, routes
+from attnroute.api import checkpoint, lengths, repeats, routes
 from attnroute.api.intake import take
 from attnroute.api.keys import key_of
 from attnroute.api.refusals import reroute
@@ -37,6 +37,9 @@ def run(given: Given) -> Output:
             held = checkpoint.policy_for(problem, policy, key)
             if held is not policy:
                 policy, key = held, key._replace(policy=held.key)
+        elif lengths.LASTING.entries:
+            # Not near a checkpoint, where a recompute runs what its forward ran.
+            key = lengths.lasting(key)
         route = routes.lookup(key)
     except (AttributeError, RuntimeError, TypeError) as error:
         # What no key can be made of is malformed, and the checks name the argument.
@@ -49,5 +52,5 @@ def run(given: Given) -> Output:
     except KernelRefusedError as error:
         return reroute(error, route, problem, policy, key)
     # Only now is kept what was made of a new mask.
-    repeats.keep(given, problem, route)
+    repeats.keep(given, problem, route, key)
     return output

@@ -62,6 +62,7 @@ def key_of(problem: Problem, policy: Policy) -> RouteKey:
         arguments,
         types,
         policy.key,
+        False,
     )
     # As RouteKey(*fields), in a quarter of the time: each call of the user waits for this.
     return tuple.__new__(RouteKey, fields)

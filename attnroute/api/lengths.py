@@ -29,11 +29,23 @@ _FAMILIES: Memory[Hashable, frozenset[Hashable]] = Memory(
     "never: shapes that were seen",
 )
 """The first shapes of each family: of calls that differ only in their lengths and batch sizes."""
+_LASTING_KEPT: Final = 4096
+LASTING: Memory[RouteKey, bool] = Memory(
+    _LASTING_KEPT,
+    f"{__name__}.LASTING",
+    "never: how often a shape came back",
+)
+"""Calls of shapes that came back often enough to repay a plan, though those of their family vary."""
+
+
+def lasting(key: RouteKey) -> RouteKey:
+    """Return what the route of a call is remembered under, which another one has where its shape lasts."""
+    return key._replace(is_lasting=True) if LASTING.get(key) else key
 
 
 def note_shape(problem: Problem, key: RouteKey) -> bool:
     """Note the shape of a call without a route, and return whether those of its family vary."""
-    family = _family(problem, key)
+    family = None if key.is_lasting else _family(problem, key)
     if family is None:
         return False
     seen = _FAMILIES.get(family) or frozenset()
@@ -45,6 +57,8 @@ def note_shape(problem: Problem, key: RouteKey) -> bool:
 
 def do_vary(problem: Problem, key: RouteKey) -> bool:
     """Return whether `note_shape` would say that shapes vary, noting nothing."""
+    if key.is_lasting:
+        return False
     seen = _FAMILIES.get(_family(problem, key)) or frozenset()
     return len(seen | {key.shapes}) >= VARIED
 

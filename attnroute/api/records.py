@@ -187,6 +187,7 @@ class RouteKey(NamedTuple):
         arguments: Every other argument as it was passed.
         types: Of these: numbers of two types may be equal.
         policy: `Policy.key`.
+        is_lasting: The shape came back so often that a plan for it is worth its time, though shapes vary.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -207,3 +208,4 @@ class RouteKey(NamedTuple):
     arguments: tuple[object, ...]
     types: tuple[type, ...]
     policy: object
+    is_lasting: bool = False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attnroute.api import checkpoint, routes
+from attnroute.api import checkpoint, lengths, routes
 from attnroute.api.records import Given, Problem
 from attnroute.errors import KernelRefusedError
 from attnroute.executors.prepare.apply import bind
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attnroute.api.choices import Choice
-    from attnroute.api.records import Output
+    from attnroute.api.records import Output, RouteKey
     from attnroute.api.routes import Route
     from attnroute.executors.protocol import Bound
     from attnroute.question.policy import Policy
@@ -95,13 +95,14 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
     return None
 
 
-def keep(given: Given, problem: Problem, route: Route) -> None:
+def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
     """Keep a call that ran, so that the next one like it goes the short way.
 
     Args:
         given: The arguments of the call.
         problem: What was made of them.
         route: The route of the problem, under the settings of the environment.
+        key: What that is remembered under.
     """
     if _Guards is None or checkpoint.is_near() or not _is_simple(given, problem):
         return
@@ -118,6 +119,8 @@ def keep(given: Given, problem: Problem, route: Route) -> None:
     bound = bind(route.executor, routes.inputs_of(route, problem, keeper), route.plan, attn)
     if bound is not None and given.layout == "bshd":
         bound = _heads_first(bound)
+    if route.choice.repaid_after is not None:
+        bound = _counted(bound, route.choice.repaid_after, lambda: _end(place, key))
     new = Repeat(check, environment(), route, bound)
     _REPEATS.put(place, (new, *(_REPEATS.get(place) or ())[: _VARIANTS - 1]))
 
@@ -228,6 +231,25 @@ def _heads_first(run: Bound) -> Bound:
         return None if out is None else out.transpose(1, 2)
 
     return heads_first
+
+
+def _counted(run: Bound | None, calls: int, end: Callable[[], None]) -> Bound:
+    """Make a way count its calls, which may be off by one for each thread, and end after so many."""
+
+    def counted(*tensors: Tensor | None) -> Tensor | None:
+        nonlocal calls
+        calls -= 1
+        if calls <= 0:
+            end()
+        return None if run is None else run(*tensors)
+
+    return counted
+
+
+def _end(place: object, key: RouteKey) -> None:
+    """End the way of a shape that lasts: the next call is decided as if shapes did not vary."""
+    lengths.LASTING.put(key, True)
+    _REPEATS.pop(place)
 
 
 def _run(route: Route, given: Given, keeper: Keeper | None) -> Output | None:

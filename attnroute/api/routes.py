@@ -185,7 +185,7 @@ def _vary(problem: Problem, policy: Policy) -> bool:
     if problem.traced:
         return False
     try:
-        key = key_of(problem, policy)
+        key = lengths.lasting(key_of(problem, policy))
         route = lookup(key)
     except (AttributeError, RuntimeError, TypeError):
         # What no key can be made of is malformed, and the checks name the argument.

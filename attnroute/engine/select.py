@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
 
 from attnroute.engine.costs import Cost
 from attnroute.engine.decision import Exclusion
@@ -242,6 +243,27 @@ def select(call: Call, host: Host, tables: Tables, policy: Policy) -> Selection:
     preferences = preferred(form.facts, host, tables)
     order = ranked(judgements, preferences, policy, tables.slow_tier)
     return Selection(call, host, policy, tables, judgements, preferences, order)
+
+
+def repaid_after(selection: Selection) -> int | None:
+    """Return after how many calls of its shape a plan would have paid that was not made, as shapes vary.
+
+    Until then these calls lost as much as the plan takes, so that making it can at most double their loss,
+    however seldom the shape comes back afterwards.
+
+    Returns:
+        None where no plan would have been made for a shape that stays.
+    """
+    call, selected = selection.call, selection.selected
+    if selected is None or not call.context.shapes_vary:
+        return None
+    lasting = call.changed(context=call.context.changed(shapes_vary=False))
+    found = select(lasting, selection.host, selection.tables, selection.policy)
+    planned = found.judgements[found.selected or selected]
+    own_ms, its_ms = selection.judgements[selected].standing.time_ms, planned.standing.time_ms
+    if planned.backend == selected or own_ms is None or its_ms is None or its_ms >= own_ms:
+        return None
+    return ceil(planned.plan_ms / (own_ms - its_ms))
 
 
 def _repaired(rows: Prepared, form: Form) -> Stages:

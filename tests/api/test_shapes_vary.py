@@ -204,3 +204,46 @@ def test_a_recompute_runs_what_its_forward_ran(ran, is_reentrant):
     before = len(ran)
     out.sum().backward()
     assert ran[0] == ran[before] == "cudnn"
+
+
+def lengths_vary():
+    for n in (300, 301, 302):
+        step(n)
+    route = routes._ROUTES.values()[-1]
+    assert route.choice.backend == "flash"
+    return route.choice.repaid_after
+
+
+def test_a_shape_that_comes_back_often_is_planned(monkeypatch, ran):
+    calls = lengths_vary()
+    slower = explained(302).verdict("flash").ranked_ms - explained(302).verdict("cudnn").predicted_ms
+    assert math.isclose(calls, explained(302).verdict("cudnn").plan_ms / slower, rel_tol=0.01)
+    for _ in range(calls + 4):
+        attnroute.attention(*tensors(302))
+    # The first call of a shape goes the long way and is not counted.
+    assert ran[6 : 6 + calls + 1] == ["flash"] * (calls + 1)
+    assert set(ran[6 + calls + 1 :]) == {"cudnn"}
+    assert explained(302).selected == "cudnn"
+    assert steps(ran, (303,), (302,), (304,)) == ["flash", "cudnn", "flash"]
+
+
+def test_near_a_checkpoint_a_shape_keeps_its_route(monkeypatch, ran):
+    """A recompute saves what its forward saved."""
+    monkeypatch.setattr(lengths, "VARIED", 1)
+    inputs = tensors(300, 300, train=True)
+    out = checkpoint(attnroute.attention, *inputs, use_reentrant=False)
+    (route,) = routes._ROUTES.values()
+    for _ in range(route.choice.repaid_after + 3):
+        attnroute.attention(*tensors(300, 300, train=True))
+    assert (ran[0], ran[-1]) == (route.choice.backend, "cudnn")
+    out.sum().backward()
+    assert ran[-1] == ran[0] != "cudnn"
+
+
+def test_where_a_plan_would_win_nothing_calls_are_not_counted():
+    lengths_vary()
+    step(2, 2, heads=2)
+    with attnroute.override(ban="cudnn"):
+        for n in (300, 301, 302):
+            step(n)
+    assert [r.choice.repaid_after for r in routes._ROUTES.values() if r.choice.policy.ban] == [None] * 3
