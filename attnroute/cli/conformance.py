@@ -206,7 +206,10 @@ def _drawn(args: argparse.Namespace, tables: Tables, host: Host, count: int) -> 
     backends = _backends(args, tables)
     try:
         found = fuzz(
-            jobs(tables, host, backends, args.fuzz, args.seed), Pool(count, began + args.budget), _say
+            jobs(tables, host, backends, args.fuzz, args.seed),
+            args.fuzz,
+            Pool(count, began + args.budget),
+            _say,
         )
     except KeyboardInterrupt:
         print("interrupted")

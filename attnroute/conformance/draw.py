@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 from typing import Any, Final
 
 from attnroute.conformance.points import is_padded
 from attnroute.conformance.pool import Job
 from attnroute.conformance.trials import Trial, Values
-from attnroute.engine.evaluate import Form, prepared
+from attnroute.engine.evaluate import Form, Prepared, prepared
 from attnroute.engine.select import Judgement
 from attnroute.errors import ArgumentError
 from attnroute.question import fits
@@ -35,13 +36,18 @@ from attnroute.question.normalize import normalize
 from attnroute.question.policy import Policy
 from attnroute.tables.folders import Tables
 
-STRUCTURES: Final = 40
-"""Kinds of calls for backends that compile, which take seconds for each."""
+STRUCTURES: Final = {"free": 40, "compiled": 20}
+"""Kinds of calls for which attnroute chooses, and for each backend that compiles, which take seconds."""
 _SHARES: Final = {"free": 0.2, "compiled": 0.2}
 """Of calls for which attnroute chooses, and of those that name a backend that compiles."""
 _TRIES: Final = 60
+_STRUCTURES_TRIED: Final = 200
 _CHUNK: Final = 50
 """Calls that a process is given at a time."""
+_AT_ONCE: Final = 1000
+"""Calls that are drawn before the first of them run; drawing takes a millisecond each."""
+_COMPILING: Final = 20.0
+"""Seconds that the calls of a structure take beside others, about."""
 _LENGTHS: Final = (1, 2, 3, 7, 16, 17, 31, 33, 64, 65, 100, 127, 128, 129, 130, 200, 255, 256, 257, 300, 512)
 _WIDTHS: Final = (8, 16, 24, 32, 40, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 192, 256)
 _MOST: Final = {"cpu": 2**16, "cuda": 2**22}
@@ -58,50 +64,90 @@ def jobs(tables: Tables, host: Host, backends: tuple[str, ...], count: int, seed
         count: How many calls.
         seed: Other seeds draw other calls.
     """
-    groups: dict[str, list[Trial]] = {}
-    for number in range(count):
-        found = _drawn(tables, host, backends, Random(f"{seed} {number}"), seed)  # noqa: S311 - no secret
-        if found is not None:
-            groups.setdefault(found[0], []).append(found[1])
-    for group, trials in groups.items():
-        for at in range(0, len(trials), _CHUNK):
-            part = tuple(trials[at : at + _CHUNK])
-            yield Job(f"{group} {at}", group, "drawn", part)
+    artist = _Artist(prepared(tables, host), backends, device_of(host.arch), seed)
+    apart = int(count * sum(_SHARES.values()))
+    # What shares compiled code comes first and whole, so that as few processes as can be compile it.
+    for first in (0, *range(apart, count, _AT_ONCE)):
+        groups: dict[str, list[Trial]] = {}
+        for number in range(first, min(first + _AT_ONCE, count) if first else apart):
+            kind = "free" if number < count * _SHARES["free"] else "compiled" if number < apart else "quick"
+            found = artist.draw(number, kind)
+            if found is not None:
+                groups.setdefault(found[0], []).append(found[1])
+        for group, trials in groups.items():
+            for at in range(0, len(trials), _CHUNK):
+                part = tuple(trials[at : at + _CHUNK])
+                seconds = _COMPILING if first == 0 else 1.0
+                yield Job(f"{group} {first + at}", group, "drawn", part, seconds=seconds)
 
 
-def _drawn(
-    tables: Tables, host: Host, backends: tuple[str, ...], rng: Random, seed: int
-) -> tuple[str, Trial] | None:
-    """Return a call that its backend takes, and who shares compiled kernels with it."""
-    rows = prepared(tables, host)
-    here = [b for b in backends if not (rows[b].missing or rows[b].never_runs or rows[b].outside)]
-    compiled = [b for b in here if rows[b].info.first_call_seconds is not None or b == "fa4"]
-    quick = [b for b in here if b not in compiled]
-    at = rng.random()
-    if at < _SHARES["free"] or not here:
-        names: list[str | None] = [None]
-    else:
-        names = [*(compiled if (at < sum(_SHARES.values()) and compiled) or not quick else quick)]
-    backend = rng.choice(names)
-    is_quick = backend in quick
-    for _ in range(_TRIES):
-        structure = rng.randrange(STRUCTURES)
-        kind = rng if is_quick else Random(f"{seed} structure {structure}")  # noqa: S311
-        call = _call(kind, rng, device_of(host.arch), may_compile=is_quick)
-        if call is None or not _is_taken(call, backend, rows):
-            continue
-        trial = Trial(
-            line=render(call),
-            device=device_of(host.arch),
-            backend=backend,
-            memory=_memory(call, rng),
-            values=_values(call, rng),
-        )
-        return str(backend) if is_quick else f"{backend} {structure}", trial
-    return None
+class _Artist:
+    """Draws calls for one machine."""
+
+    def __init__(self, rows: dict[str, Prepared], backends: tuple[str, ...], device: str, seed: int) -> None:
+        self._rows, self._device, self._seed = rows, device, seed
+        here = [b for b in backends if not (rows[b].missing or rows[b].never_runs or rows[b].outside)]
+        self._compiled = [b for b in here if rows[b].info.first_call_seconds is not None]
+        self._quick = [b for b in here if b not in self._compiled]
+        self._structures: dict[tuple[str | None, int], str] = {}
+
+    def draw(self, number: int, kind: str) -> tuple[str, Trial] | None:
+        """Return a call that its backend takes, and who shares compiled kernels with it.
+
+        Args:
+            number: The same number draws the same call.
+            kind: "free", "compiled" or "quick": attnroute chooses, or one that compiles or not is named.
+        """
+        rng = Random(f"{self._seed} {number}")  # noqa: S311 - no secret
+        first, second = self._compiled, self._quick
+        names: list[str | None] = [*(first or second if kind == "compiled" else second or first)]
+        backend = None if kind == "free" or not names else rng.choice(names)
+        if backend in self._quick:
+            found = self._taken(backend, lambda: rng, rng)
+            return None if found is None else (str(backend), found)
+        number = rng.randrange(STRUCTURES["free" if backend is None else "compiled"])
+        structure = self._structure(backend, number)
+        found = self._taken(backend, partial(Random, structure), rng)
+        return None if found is None else (f"{backend} {number}", found)
+
+    def _structure(self, backend: str | None, number: int) -> str:
+        """Return the seed of a structure that a backend takes."""
+        if (backend, number) not in self._structures:
+            sizes, name = Random(number), ""  # noqa: S311
+            for attempt in range(_STRUCTURES_TRIED):
+                name = f"{self._seed} {backend} {number} {attempt}"
+                if self._taken(backend, partial(Random, name), sizes, most=3) is not None:
+                    break
+            self._structures[backend, number] = name
+        return self._structures[backend, number]
+
+    def _taken(
+        self, backend: str | None, shape: Callable[[], Random], rng: Random, most: int = _TRIES
+    ) -> Trial | None:
+        """Return a drawn call that a backend takes.
+
+        Args:
+            backend: The backend, None for any.
+            shape: Returns what draws the structure.
+            rng: Draws sizes.
+            most: How many calls are tried.
+        """
+        is_quick = backend in self._quick
+        for _ in range(most):
+            kind = shape()
+            call = _call(kind, rng, self._device, may_compile=is_quick)
+            if call is not None and _is_taken(call, backend, self._rows):
+                return Trial(
+                    line=render(call),
+                    device=self._device,
+                    backend=backend,
+                    memory=_memory(call, kind),
+                    values=_values(call, rng),
+                )
+        return None
 
 
-def _is_taken(call: Call, backend: str | None, rows: dict[str, Any]) -> bool:
+def _is_taken(call: Call, backend: str | None, rows: dict[str, Prepared]) -> bool:
     form = Form(normalize(call))
     names = rows if backend is None else [backend]
     return any(Judgement(rows[name], form, Policy()).status == "eligible" for name in names)

@@ -21,14 +21,18 @@ _EVERY = 10.0
 _REASONS = 12
 
 
-def fuzz(jobs: Iterable[Job], pool: Pool, say: Callable[[str], None]) -> Drawn:
+def fuzz(jobs: Iterable[Job], count: int, pool: Pool, say: Callable[[str], None]) -> Drawn:
     """Run drawn calls, and return how many were right and the simplest that were not.
+
+    Args:
+        jobs: The calls, which are drawn while earlier ones run.
+        count: How many they are, about.
+        pool: Who runs them.
+        say: Gets lines about what happens.
 
     Raises:
         KeyboardInterrupt: The user ended it.
     """
-    jobs = list(jobs)
-    total = sum(len(job.trials) for job in jobs)
     counts: Counter[str] = Counter()
     ran: Counter[str] = Counter()
     untested: Counter[str] = Counter()
@@ -49,7 +53,7 @@ def fuzz(jobs: Iterable[Job], pool: Pool, say: Callable[[str], None]) -> Drawn:
         if time.monotonic() - told[0] >= _EVERY:
             told[0] = time.monotonic()
             said = ", ".join(f"{number} {status}" for status, number in counts.most_common())
-            say(f"{counts.total()}/{total} calls after {told[0] - began:.0f} s: {said}")
+            say(f"{counts.total()}/{count} calls after {told[0] - began:.0f} s: {said}")
 
     pool.run(jobs, handle)
     kinds = sorted(failed.values(), key=len, reverse=True)

@@ -28,6 +28,8 @@ _LEAVE: Final = 2.0
 """Seconds in which a process may end by itself, so that it leaves nothing behind."""
 _KEPT_BYTES: Final = 2**29
 """Device memory that a process keeps between two trials."""
+_WAIT: Final = 0.05
+"""Seconds until a worker without a job looks for one again: jobs may still be drawn."""
 _ALONE: Final = "alone"
 _THREADS: Final = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Processes side by side share the cores."""
@@ -123,6 +125,7 @@ class Pool:
         self.until = until
         self._lock = threading.Lock()
         self._stopped = threading.Event()
+        self._given = threading.Event()
 
     def run(self, jobs: Iterable[Job], handle: Callable[[Job, Results], None]) -> None:
         """Run jobs; `handle` gets the results of each, one at a time.
@@ -131,8 +134,7 @@ class Pool:
             KeyboardInterrupt: The user ended it; processes are ended too.
         """
         queues: dict[str, deque[Job]] = {}
-        for job in jobs:
-            queues.setdefault(_ALONE if job.alone else job.group, deque()).append(job)
+        self._given.clear()
         busy: Counter[str] = Counter()
         workers = [Worker() for _ in range(self.count)]
         threads = [
@@ -142,6 +144,12 @@ class Pool:
         for thread in threads:
             thread.start()
         try:
+            for job in jobs:
+                with self._lock:
+                    queues.setdefault(_ALONE if job.alone else job.group, deque()).append(job)
+                if time.monotonic() >= self.until:
+                    break
+            self._given.set()
             for thread in threads:
                 while thread.is_alive():
                     thread.join(0.2)
@@ -165,8 +173,11 @@ class Pool:
                 job = queues[group].popleft() if queues.get(group) else None
                 busy[group] += 1
             if job is None:
-                break
-            results = run_job(worker, job)
+                if self._given.is_set() and not any(queues.values()):
+                    break
+                self._stopped.wait(_WAIT)
+                continue
+            results = run_job(worker, job, self.until)
             with self._lock:
                 if not self._stopped.is_set():
                     handle(job, results)
@@ -175,21 +186,18 @@ class Pool:
 
 def _next(queues: dict[str, deque[Job]], busy: Counter[str]) -> str:
     """Return the group that needs one more worker most; large jobs get the first one, and never a second."""
-    if queues.get(_ALONE):
-        return (
-            _ALONE
-            if busy[_ALONE] <= 0
-            else max(queues.keys() - {_ALONE}, key=_left(queues, busy), default="")
-        )
-    return max(queues, key=_left(queues, busy), default="")
+    if queues.get(_ALONE) and busy[_ALONE] <= 0:
+        return _ALONE
+    left = {
+        name: sum(job.seconds for job in jobs) / (1 + max(0, busy[name]))
+        for name, jobs in queues.items()
+        if name != _ALONE
+    }
+    return max(left, key=left.__getitem__, default="")
 
 
-def _left(queues: dict[str, deque[Job]], busy: Counter[str]) -> Callable[[str], float]:
-    return lambda name: sum(job.seconds for job in queues[name]) / (1 + max(0, busy[name]))
-
-
-def run_job(worker: Worker, job: Job) -> Results:
-    """Run the trials of a job until they tell enough."""
+def run_job(worker: Worker, job: Job, until: float = float("inf")) -> Results:
+    """Run the trials of a job until they tell enough; drawn ones also until a time."""
     found: list[tuple[Trial, Outcome]] = []
     # What runs outside of its limits may write anywhere, and leave behind what later calls stumble over.
     is_spoilt = job.side == "outside"
@@ -201,6 +209,8 @@ def run_job(worker: Worker, job: Job) -> Results:
             outcome = _again(worker, trial, outcome, limit)
         found.append((trial, outcome))
         if job.side == "drawn":
+            if time.monotonic() > until:
+                break
             continue
         failures = sum(o.status in FAILURES for _, o in found)
         is_spoilt |= failures > 0
