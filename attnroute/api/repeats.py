@@ -1,5 +1,8 @@
 """The short way of a call that repeats an earlier one but for values: few reads, one lookup, the kernel.
 
+A call with another number of keys alone, as the first layer of each step of decoding is, repeats one too,
+where its class of that number was seen: it is kept for the other layers, and nothing is described anew.
+
 What is compared here is all that a route depends on. Sizes, strides, dtypes, devices, gradients and types of
 tensors, and autocast, inference mode and functorch's transforms, which torch keeps beside the dispatch keys,
 are compared in one call of C++, which dynamo has for its graphs. Whatever is not simple goes the long way.
@@ -15,13 +18,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnroute.api import checkpoint, lengths, routes
+from attnroute.api.families import HAS_GUARDS, Family, guards_of
+from attnroute.api.keys import key_of
 from attnroute.api.records import Given, Problem
 from attnroute.errors import KernelRefusedError
 from attnroute.executors.prepare.apply import bind
 from attnroute.masks import Causal, Window
 from attnroute.masks.kept import Keeper, known_keeper
+from attnroute.masks.tracing import is_capturing
 from attnroute.memory import Memory
-from attnroute.settings import environment
+from attnroute.settings import call_policy, environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,13 +39,13 @@ if TYPE_CHECKING:
     from attnroute.question.policy import Policy
 
 _KEPT: Final = 4096
+_FAMILIES_KEPT: Final = 256
 _VARIANTS: Final = 8
 """Kinds of tensors that are told apart under one key: layers on other devices, layers that do not train."""
 _ALIGNMENT_BITS: Final = 15
 _QKV: Final = 3
 _NUMBERS: Final = frozenset({float, int, type(None)})
 """Types of numbers that mean the same where they are equal; True would be an error."""
-_Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _only_deterministic = torch._C._get_deterministic_algorithms
 _records_gradients = torch.is_grad_enabled
@@ -63,6 +69,9 @@ class Repeat:
 
 
 _REPEATS: Memory[object, tuple[Repeat, ...]] = Memory(_KEPT, f"{__name__}._REPEATS", "when its backend fails")
+_FAMILIES: Memory[object, tuple[Family, ...]] = Memory(
+    _FAMILIES_KEPT, f"{__name__}._FAMILIES", "when any backend fails"
+)
 
 
 def run(arguments: tuple[Any, ...]) -> Output | None:
@@ -79,10 +88,13 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
     except (AttributeError, RuntimeError, TypeError):
         # What cannot be read or hashed is malformed, or nothing that is kept.
         return None
-    if kept is None or forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0:
         return None
-    kept.used = True
-    for repeat in kept.value:
+    if kept is None:
+        found = _with_other_keys(arguments, place, tensors)
+    else:
+        kept.used, found = True, kept.value
+    for repeat in found:
         if repeat.check(*tensors) and repeat.settings is environment():
             bound = repeat.bound
             if bound is not None:
@@ -104,29 +116,86 @@ def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
         route: The route of the problem, under the settings of the environment.
         key: What that is remembered under.
     """
-    if _Guards is None or checkpoint.is_near() or not _is_simple(given, problem):
+    if not HAS_GUARDS or checkpoint.is_near() or not _is_simple(given, problem):
         return
     if route.choice.call.context.cuda_graph or route.choice.host.free_memory is not None:
         # As for routes: what a capture or a want of memory made the choice is not for other calls.
         return
     place, tensors, keeper = _place(given)
-    check = (
-        None if place is None else _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    )
-    if check is None or not check(*tensors):
+    if place is None or _kept(problem, route, key, (place, tensors, keeper)) is None:
         return
+    if keeper is not None or given.layout != "bhsd" or problem.query.shape[-2] >= problem.key.shape[-2]:
+        return
+    # The first shapes of a family are noted where routes are made.
+    of_lengths = lengths.place_of(problem, key) if route.choice.call.context.shapes_vary else None
+    if of_lengths is not None and _family(place, tensors) is None:
+        family = Family(tensors, (of_lengths, True), route.choice.host.arch)
+        others = _FAMILIES.get(_of_any_keys(place)) or ()
+        _FAMILIES.put(_of_any_keys(place), (family, *others[: _VARIANTS - 1]))
+
+
+def _with_other_keys(
+    arguments: tuple[Any, ...], place: object, tensors: tuple[Any, ...]
+) -> tuple[Repeat, ...]:
+    """Keep and return the repeat of a call of which the number of keys alone is new; none where more is."""
+    family = _family(place, tensors)
+    if family is None or is_capturing(tensors[0]):
+        return ()
+    route = family.route_of(tensors[1].shape[2])
+    if route is None:
+        return ()
+    problem, key = _problem(route, Given(*arguments), None), None
+    if route.choice.repaid_after is not None:
+        key = key_of(problem, call_policy(problem.given.backend, problem.given.prefer))
+        if lengths.LASTING.get(key):
+            return ()
+    made = _kept(problem, route, key, (place, tensors, None))
+    return () if made is None else (made,)
+
+
+def _family(place: object, tensors: tuple[Any, ...]) -> Family | None:
+    """Return the family of a call that has a place."""
+    found = None if place is None else _FAMILIES.get(_of_any_keys(place))
+    return found and next((family for family in found if family.has(tensors)), None)
+
+
+def _kept(
+    problem: Problem,
+    route: Route,
+    key: RouteKey | None,
+    where: tuple[object, tuple[Any, ...], Keeper | None],
+) -> Repeat | None:
+    """Keep a call in its place; None where its tensors are none that can be compared.
+
+    Args:
+        problem: The call.
+        route: Its route.
+        key: That of the route; needed where the call may have another one, once its shape came back often.
+        where: Its place, tensors and keeper.
+    """
+    given, (place, tensors, keeper) = problem.given, where
+    check = guards_of(tensors)
+    if not check(*tensors):
+        return None
     attn = given.mask if given.bias is None else given.bias
     bound = bind(route.executor, routes.inputs_of(route, problem, keeper), route.plan, attn)
     if bound is not None and given.layout == "bshd":
         bound = _heads_first(bound)
-    if route.choice.repaid_after is not None:
+    if route.choice.repaid_after is not None and key is not None:
         bound = _counted(bound, route.choice.repaid_after, lambda: _end(place, key))
     new = Repeat(check, environment(), route, bound)
     _REPEATS.put(place, (new, *(_REPEATS.get(place) or ())[: _VARIANTS - 1]))
+    return new
+
+
+def _of_any_keys(place: Any) -> object:
+    """Return a place without the elements of keys."""
+    return (place[0], *place[2:])
 
 
 def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
     """Drop what is kept of a backend and whose choice `concerns` picks out; return these choices."""
+    _FAMILIES.forget()
     _REPEATS.drop(
         lambda kept: any(r.route.choice.backend == backend and concerns(r.route.choice) for r in kept)
     )
@@ -254,6 +323,15 @@ def _end(place: object, key: RouteKey) -> None:
 
 def _run(route: Route, given: Given, keeper: Keeper | None) -> Output | None:
     """Run a call along its route, without asking what surrounds it; None where its kernel is refused."""
+    try:
+        return routes.execute(route, _problem(route, given, keeper), keeper)
+    except KernelRefusedError:
+        # On the long way it is refused again, and another backend runs the call.
+        return None
+
+
+def _problem(route: Route, given: Given, keeper: Keeper | None) -> Problem:
+    """Return what a call of a route computes, which repeats one in all but values, and perhaps its keys."""
     mask: Any
     bias: Any
     query, key, value, mask, bias = given[:5]
@@ -276,8 +354,4 @@ def _run(route: Route, given: Given, keeper: Keeper | None) -> Output | None:
         traced=False,
     )
     problem.training = route.plan.training
-    try:
-        return routes.execute(route, problem, keeper)
-    except KernelRefusedError:
-        # On the long way it is refused again, and another backend runs the call.
-        return None
+    return problem

@@ -14,7 +14,7 @@ from attnroute.api.keys import key_of
 from attnroute.api.question import call_of
 from attnroute.api.records import Output, Problem, RouteKey
 from attnroute.api.validate import check
-from attnroute.engine.classes import class_of_keys
+from attnroute.engine.classes import Span, class_of_keys, span_of
 from attnroute.engine.decision import Decision
 from attnroute.engine.rounding import rounded_down
 from attnroute.executors import first_call, registry
@@ -92,6 +92,32 @@ LISTENERS: list[Callable[[Route, Problem], None]] = []
 def lookup(key: object) -> Route | None:
     """Return the remembered route of a class of calls."""
     return _ROUTES.get(key)
+
+
+def with_keys(place: object, number: int, arch: str, policy: Policy) -> Route | None:
+    """Return the route of a call that differs from earlier ones in its number of keys alone.
+
+    Args:
+        place: `lengths.place_of` of such calls.
+        number: How many keys there are.
+        arch: The architecture of their device.
+        policy: The settings in force.
+
+    Returns:
+        None where no call of its class was made, or where the device must be asked for free memory.
+    """
+    like = _LIKE.get(place)
+    if like is None:
+        return None
+    call, routes = like
+    route = routes.get(class_of_keys(call.changed(seqlen_kv=number), arch, load(policy.tables)))
+    return None if route is None or route.choice.needed_bytes >= MUCH_MEMORY else route
+
+
+def numbers_from(place: object, number: int, arch: str, policy: Policy) -> Span | None:
+    """Return numbers of keys from one on whose classes a few conditions tell; the arguments are the same."""
+    like = _LIKE.get(place)
+    return None if like is None else span_of(like[0].changed(seqlen_kv=number), arch, load(policy.tables))
 
 
 def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:

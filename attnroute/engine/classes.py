@@ -7,9 +7,10 @@ results of those, the same rounded lengths and the same other fields get the sam
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+import operator
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnroute.engine.evaluate import ROUTE_SCOPES
 from attnroute.engine.quadratic import may_grow
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 Condition = tuple[str, "Spec"]
 
-_FIXED: Final = attrgetter(
+_FIXED: Final = operator.attrgetter(
     *(
         "dtype",
         "batch",
@@ -56,6 +57,15 @@ QUERY_FACTS: Final = frozenset(
     }
 )
 """Facts that read lengths, and not the number of keys."""
+_SETTLED: Final = {"seqlens_equal", "mask_tensor_elements"}
+"""Facts that are the same for any number of keys above that of queries, where no tensor takes part."""
+RISING_FACTS: Final = frozenset({"seqlen_kv", "key_reach", "key_elements", "mask_elements", "score_elements"})
+"""Facts that rise with the number of keys."""
+_ORDERS: Final = frozenset({operator.lt, operator.le, operator.gt, operator.ge})
+_KEYS_KEPT: Final = 2
+"""A span reaches up to so many times its first number of keys."""
+_LENGTHS: Final = {"seqlen_q", "seqlen_kv"}
+_OF_NUMBER: Final = {"seqlen_kv", "seqlen_kv_mod_128"}
 _OTHER_FACTS: Final = tuple(name for name in FACTS if name not in LENGTH_FACTS)
 
 
@@ -89,7 +99,48 @@ def class_of_keys(call: Call, arch: str, tables: Tables) -> Hashable | None:
     facts = Facts(call)
     size = rounded(call.seqlen_kv) if _has_costs(tables, arch) else None
     grows = call.mask and (may_grow(facts), call.batch * call.seqlen_kv <= SUMS_LIMIT)
-    return (_answers(facts, _length_checks(tables, arch, QUERY_FACTS)), size, grows)
+    return (_answers(facts, _key_checks(tables, arch)), size, grows)
+
+
+class Span(NamedTuple):
+    """Numbers of keys between which no condition of order changes its answer, nor a rounded length its value.
+
+    Attributes:
+        numbers: From a call's own number on.
+        others: Other conditions that read the number itself.
+    """
+
+    numbers: range
+    others: tuple[conditions.Check, ...]
+
+    def answers(self, number: int) -> Hashable:
+        """Return a value that two of these numbers share only where `class_of_keys` does too."""
+        values = {"seqlen_kv": number, "seqlen_kv_mod_128": number % 128}
+        return tuple([holds(values[field]) for field, holds, _ in self.others])  # type: ignore[misc] # each holds
+
+
+def span_of(call: Call, arch: str, tables: Tables) -> Span | None:
+    """Return numbers of keys from that of a call on whose classes are known by a few conditions.
+
+    Returns:
+        None where `class_of_keys` is, where keys are left out, or where a condition is of another kind.
+    """
+    if call.mask or class_of_keys(call, arch, tables) is None:
+        return None
+    checks = _key_checks(tables, arch)
+    ordered = tuple(
+        c for c in checks if c.field in RISING_FACTS and getattr(c.holds, "func", None) in _ORDERS
+    )
+    others = tuple(c for c in checks if c not in ordered)
+    if any(c.holds is None or c.field not in _OF_NUMBER for c in others):
+        return None
+
+    def asked(number: int) -> Hashable:
+        return rounded(number), _answers(Facts(call.changed(seqlen_kv=number)), ordered)
+
+    first = call.seqlen_kv
+    now, numbers = asked(first), range(first, _KEYS_KEPT * first)
+    return Span(numbers[: bisect_left(numbers, True, key=lambda n: asked(n) != now)], others)
 
 
 def _form(call: Call, arch: str, tables: Tables) -> Hashable:
@@ -174,13 +225,29 @@ def _answers(facts: Facts, checks: tuple[conditions.Check, ...]) -> Hashable:
 
 
 @cached(64, TABLES)
-def _length_checks(
-    tables: Tables, arch: str, but: frozenset[str] = frozenset()
-) -> tuple[conditions.Check, ...]:
-    """Return the conditions of an architecture that read lengths `but` by these facts, each term once."""
-    lengths = LENGTH_FACTS - but
+def _length_checks(tables: Tables, arch: str) -> tuple[conditions.Check, ...]:
+    """Return the conditions on lengths of an architecture, compiled, each term once."""
+    return _compiled(length_conditions(tables, arch))
+
+
+@cached(64, TABLES)
+def _key_checks(tables: Tables, arch: str) -> tuple[conditions.Check, ...]:
+    """Return those that the number of keys may change, where it is larger than that of queries."""
     found = length_conditions(tables, arch)
-    boxes = [{field: spec} for field, spec in found if conditions.fields_in(field, spec) & lengths]
+    return _compiled([(field, spec) for field, spec in found if _reads_keys(field, spec)])
+
+
+def _reads_keys(field: str, spec: Spec) -> bool:
+    compared = conditions.fields_in(field, spec)
+    terms = conditions.parse(spec) if isinstance(spec, str) else ()
+    is_order = len(compared) == len(terms) + 1 and all(term.op != "%" for term in terms)
+    return bool(compared & (LENGTH_FACTS - QUERY_FACTS - _SETTLED)) and not (
+        compared == _LENGTHS and is_order
+    )
+
+
+def _compiled(found: Iterable[Condition]) -> tuple[conditions.Check, ...]:
+    boxes = [{field: spec} for field, spec in found]
     return tuple(check for box in conditions.compiled(boxes).boxes for check in box)
 
 

@@ -11,12 +11,14 @@ from support.reference import attend
 from support.spy import Spy
 
 import attnroute
-from attnroute.api import lengths, routes
+from attnroute.api import lengths, repeats, routes
 from attnroute.api.intake import take
 from attnroute.api.keys import key_of
 from attnroute.api.question import call_of
 from attnroute.api.records import Given
+from attnroute.api.routes import make
 from attnroute.api.validate import check
+from attnroute.engine.classes import Span
 from attnroute.errors import ArgumentError
 from attnroute.masks import Causal, KeyPadding
 from attnroute.question.policy import merge
@@ -158,7 +160,7 @@ def calls_of(function, *args):
     return count
 
 
-@pytest.mark.parametrize(("masked", "most"), [(False, 80), (True, 310)])
+@pytest.mark.parametrize(("masked", "most"), [(False, 45), (True, 310)])
 def test_a_step_takes_few_calls(masked, most):
     def step(n):
         given, mask = tensors(n), padding(n, finite=True) if masked else None
@@ -169,7 +171,56 @@ def test_a_step_takes_few_calls(masked, most):
     assert step(203) <= most
 
 
-def test_a_length_for_which_another_backend_is_chosen_has_a_route_of_its_own(monkeypatch):
+def by_hand(call, *_):
+    """Return the numbers between which the class below stays."""
+    n = call.seqlen_kv
+    return Span(range(n, 1000) if n >= 66 else range(n, 66), ())
+
+
+FORMS = ("tokens outermost", "part of a cache", "not aligned", "one head for all")
+
+
+@pytest.mark.parametrize("other", [*FORMS, "float64", "a gradient", "two queries", "fewer values"])
+def test_what_is_new_beside_the_number_of_keys_goes_the_long_way(other, monkeypatch):
+    """Its number of elements, and all else that a place has, may be that of a step."""
+    attnroute.reset()
+    for n in (60, 61, 62):
+        attnroute.attention(*tensors(n))
+    made = []
+    monkeypatch.setattr(routes, "make", lambda *a, **k: made.append(1) or make(*a, **k))
+    query, key, value = tensors(64, form=other if other in FORMS else None)
+    if other == "float64":
+        query, key, value = query.double(), key.double(), value.double()
+    elif other == "a gradient":
+        key.requires_grad_()
+    elif other == "two queries":
+        query, key, value = tensors(64, seqlen_q=2, heads=2)
+    elif other == "fewer values":
+        with pytest.raises(ArgumentError):
+            attnroute.attention(query, key, value[:, :, :-1].contiguous())
+        return
+    out = attnroute.attention(query, key, value)
+    assert made == [1]
+    torch.testing.assert_close(out, attend(query, key, value)[0].to(out.dtype), rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_is_kept_for_its_other_layers_until_its_backend_fails():
+    attnroute.reset()
+    for n in (60, 61, 62):
+        attnroute.attention(*tensors(n))
+    assert len(repeats._FAMILIES) == 1
+    kept = len(repeats._REPEATS)
+    attnroute.attention(*tensors(63))
+    assert len(repeats._REPEATS) == kept + 1
+    repeats.drop("flash", lambda _: True)
+    assert len(repeats._FAMILIES) == len(repeats._REPEATS) == 0
+    with attnroute.override(backend="chunked"), Spy() as spy:
+        attnroute.attention(*tensors(64))
+    assert "attnroute::chunked" in spy.seen
+
+
+@pytest.mark.parametrize("span_of", [by_hand, lambda *_: None], ids=["spans", "no spans"])
+def test_a_length_for_which_another_backend_is_chosen_has_a_route_of_its_own(span_of, monkeypatch):
     """On the CPU nothing depends on a length, so something is made to."""
     attnroute.reset()
     chosen = routes.choices.chosen
@@ -181,6 +232,7 @@ def test_a_length_for_which_another_backend_is_chosen_has_a_route_of_its_own(mon
 
     monkeypatch.setattr(routes.choices, "chosen", by_length)
     monkeypatch.setattr(routes, "class_of_keys", lambda call, *_: call.seqlen_kv >= 66)
+    monkeypatch.setattr(routes, "span_of", span_of)
     with Spy() as spy:
         for n in (64, 65, 66, 67, 65 + 128, 63):
             attnroute.attention(*tensors(n))

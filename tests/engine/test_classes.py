@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from support.costs import by_size, predicting
 from support.strategies import calls, hosts
 
-from attnroute.engine.classes import QUERY_FACTS, class_of, class_of_keys, length_conditions
+from attnroute.engine.classes import (
+    QUERY_FACTS,
+    RISING_FACTS,
+    class_of,
+    class_of_keys,
+    length_conditions,
+    span_of,
+)
 from attnroute.engine.decide import decide
 from attnroute.errors import ArgumentError
 from attnroute.question import fits
@@ -178,6 +185,33 @@ def test_facts_about_queries_read_no_number_of_keys(call, number):
     other = call.changed(seqlen_kv=number)
     assert {n: Facts(call)[n] for n in QUERY_FACTS} == {n: Facts(other)[n] for n in QUERY_FACTS}
     assert QUERY_FACTS <= LENGTH_FACTS
+
+
+@given(calls(), st.integers(1, 2**20), st.integers(0, 2**10))
+def test_facts_rise_with_the_number_of_keys(call, number, more):
+    assume(not call.context.dynamic)
+    few, many = (Facts(call.changed(seqlen_kv=n)) for n in (number, number + more))
+    assert all(few[name] <= many[name] for name in RISING_FACTS)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "cpu"])
+@pytest.mark.parametrize("sizes", ["b4 hq32 hkv8 sq1", "b2 hq8 sq70 train", "b9000 hq8 sq4"])
+def test_numbers_of_one_span_with_equal_answers_are_of_one_class(arch, sizes):
+    call, longest = parse(f"bf16 {sizes} skv100 d128"), 0
+    for first in (100, 130, 511, 1000, 1025, 8000, 100_000, 2**21):
+        span, seen = span_of(call.changed(seqlen_kv=first), arch, load()), {}
+        assert span.numbers[0] == first
+        longest = max(longest, len(span.numbers))
+        last = span.numbers[-1]
+        for n in (*range(first, min(first + 300, last)), *range(max(first, last - 300), last + 1)):
+            number = class_of_keys(call.changed(seqlen_kv=n), arch, load())
+            assert seen.setdefault(span.answers(n), number) == number
+    assert longest >= 100
+
+
+@pytest.mark.parametrize("line", ["sq1 keys", "sq1 causal=bottom_right", "sq90"])
+def test_a_call_in_whose_mask_keys_take_part_or_that_has_few_has_no_span(line):
+    assert span_of(parse(f"bf16 b2 hq8 skv90 d64 {line}"), "sm_90", load()) is None
 
 
 @pytest.mark.parametrize("rest", ["causal", "keys=3", "dense=1x300", "alibi", "documents"])

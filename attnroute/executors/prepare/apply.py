@@ -101,13 +101,11 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     attn = _dense(inputs, repairs) if prepares else _as_given(inputs)
     if attn is not None and not (prepares or isinstance(given, Tensor)):
         return None
-    uncleared, inputs = inputs, replace(inputs, attn=attn)
-    _prepare_qkv(inputs, repairs)
-    run = None
-    if sinks:
-        run = bind_with_sink(executor, inputs, plan)
-    elif executor.bind is not None:
-        run = executor.bind(inputs, plan)
+    uncleared = inputs
+    if repairs or attn is not None:
+        inputs = replace(inputs, attn=attn)
+        _prepare_qkv(inputs, repairs)
+    run = _of_kernel(executor, inputs, plan, sinks=sinks)
     if run is None and not spared:
         run = _in_general(executor, inputs, plan, sinks=sinks)
     if run is None:
@@ -119,6 +117,13 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     if attn is not None and prepares:
         return _with(run, weakref.ref(attn))
     return run if attn is not None or given is None else _without(run)
+
+
+def _of_kernel(executor: Executor, inputs: Inputs, plan: Plan, *, sinks: bool) -> Bound | None:
+    """Return the kernel's own shorter way for calls like one, None where it has none."""
+    if sinks:
+        return bind_with_sink(executor, inputs, plan)
+    return None if executor.bind is None else executor.bind(inputs, plan)
 
 
 def _is_only_bias(inputs: Inputs) -> bool:
