@@ -16,6 +16,8 @@ from attnroute.settings import environment
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
+    from torch import Tensor
+
     from attnroute.api.routes import Route
     from attnroute.engine.classes import Span
 
@@ -61,6 +63,8 @@ class Family:
         """Return whether a call of these tensors belongs to the family."""
         if not self._check(*tensors) or self._settings is not environment():
             return False
+        key: Tensor
+        value: Tensor
         _, key, value, *_ = tensors
         # How far rows are apart is not compared: these say that nothing lies between them.
         return key.shape[2] == value.shape[2] and key.is_contiguous() and value.is_contiguous()

@@ -83,7 +83,7 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
     if checkpoint.is_near() or _count_dispatch_modes() or _only_deterministic() or routes.LISTENERS:
         return None
     try:
-        place, tensors, keeper = _place(arguments)
+        place, tensors, passed, keeper = _place(arguments)
         kept = _REPEATS.entries.get(place)
     except (AttributeError, RuntimeError, TypeError):
         # What cannot be read or hashed is malformed, or nothing that is kept.
@@ -98,9 +98,7 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
         if repeat.check(*tensors) and repeat.settings is environment():
             bound = repeat.bound
             if bound is not None:
-                mask, bias, sink = arguments[3], arguments[4], arguments[10]
-                passed = (*tensors[:_QKV], mask if bias is None else bias)
-                out = bound(*passed) if sink is None else bound(*passed, sink)
+                out = bound(*passed)
                 if out is not None:
                     return out, None
             return _run(repeat.route, Given(*arguments), keeper)
@@ -121,7 +119,7 @@ def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
     if route.choice.call.context.cuda_graph or route.choice.host.free_memory is not None:
         # As for routes: what a capture or a want of memory made the choice is not for other calls.
         return
-    place, tensors, keeper = _place(given)
+    place, tensors, _, keeper = _place(given)
     if place is None or _kept(problem, route, key, (place, tensors, keeper)) is None:
         return
     if keeper is not None or given.layout != "bhsd" or problem.query.shape[-2] >= problem.key.shape[-2]:
@@ -155,8 +153,8 @@ def _with_other_keys(
 
 def _family(place: object, tensors: tuple[Any, ...]) -> Family | None:
     """Return the family of a call that has a place."""
-    found = None if place is None else _FAMILIES.get(_of_any_keys(place))
-    return found and next((family for family in found if family.has(tensors)), None)
+    found = (None if place is None else _FAMILIES.get(_of_any_keys(place))) or ()
+    return next((family for family in found if family.has(tensors)), None)
 
 
 def _kept(
@@ -215,10 +213,11 @@ def _is_simple(given: Given, problem: Problem) -> bool:
     )
 
 
-def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], Keeper | None]:
+def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], tuple[Any, ...], Keeper | None]:
     """Return under what a call is kept, its tensors but those of its mask, and the keeper of its mask.
 
-    Every argument is named, so that a new one cannot be left out. What goes the long way has no place.
+    Before the keeper stands what a `Bound` takes. Every argument is named, so that a new one cannot be left
+    out. What goes the long way has no place.
 
     Raises:
         AttributeError, RuntimeError, TypeError: An argument is malformed.
@@ -263,8 +262,10 @@ def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], Keeper 
         )
         or return_lse is not False
     ):
-        return None, (), None
+        return None, (), (), None
     tensors: tuple[Any, ...] = (query, key, value)
+    qkv = tensors
+    passed: tuple[Any, ...] = (query, key, value, mask)
     of_mask: object = None
     keeper = others = None
     misaligned: object = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & _ALIGNMENT_BITS
@@ -279,17 +280,18 @@ def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], Keeper 
         else:
             keeper = known_keeper(mask)
             if keeper is None:
-                return None, (), None
+                return None, (), (), None
             of_mask = keeper.token
     if not (bias is None and sink is None and alibi_slopes is None):
         others = (bias is None, sink is None, alibi_slopes is None)
         tensors = (*tensors, *[t for t in (bias, sink, alibi_slopes) if t is not None])
-    if len(tensors) > _QKV:
+        passed = (query, key, value, mask if bias is None else bias, *(() if sink is None else (sink,)))
+    if tensors is not qkv:
         misaligned = (misaligned, *[t.data_ptr() & _ALIGNMENT_BITS for t in tensors[_QKV:]])
     words = (is_causal, causal_alignment, window, scale, softcap, dropout_p, layout, backend)
     # Sizes are compared by the check of the tensors; what is read here only tells most kinds of calls apart.
     place = (query.numel(), key.numel(), misaligned, _records_gradients(), of_mask, others, words)
-    return place, tensors, keeper
+    return place, tensors, passed, keeper
 
 
 def _heads_first(run: Bound) -> Bound:

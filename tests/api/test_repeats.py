@@ -76,7 +76,7 @@ def key_of(given):
 def kept_for(given):
     """Return the repeat that a call finds."""
     try:
-        place, found, _ = repeats._place(given)
+        place, found, *_ = repeats._place(given)
     except AttributeError:
         return None
     kept = () if place is None else repeats._REPEATS.get(place) or ()
