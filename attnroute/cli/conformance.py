@@ -38,7 +38,7 @@ def run(words: list[str]) -> int:
         return _one(args)
     tables = load(current().tables)
     if args.apply is not None:
-        return _apply(args.apply, tables)
+        return _apply(args.apply, tables, write=not args.dry_run)
     return _dry_run(args, tables) if args.dry_run else _rows(args, tables)
 
 
@@ -64,7 +64,9 @@ def _parser() -> Parser:
     parser.add_argument("--fuzz", type=_count, metavar="N", help="run so many drawn calls instead of rows")
     parser.add_argument("--seed", type=int, default=0, help="of drawn calls; 0")
     parser.add_argument(
-        "--dry-run", action="store_true", help="list the calls, running nothing; needs no GPU"
+        "--dry-run",
+        action="store_true",
+        help="list the calls, running nothing, which needs no GPU; with --apply write nothing",
     )
     add_host(parser)
     one = parser.add_argument_group("one call, as reports name it")
@@ -174,7 +176,7 @@ def _rows(args: argparse.Namespace, tables: Tables) -> int:
     return FOUND_WRONG if any(entry.verdict == "too loose" for entry in report.entries) else 0
 
 
-def _apply(path: Path, tables: Tables) -> int:
+def _apply(path: Path, tables: Tables, *, write: bool) -> int:
     """Write a report of `benchmarks/results` into the tables, and list the rows that got nothing.
 
     Raises:
@@ -186,11 +188,17 @@ def _apply(path: Path, tables: Tables) -> int:
     results = shipped_folder().parent / "benchmarks" / "results"
     if path.absolute().parent != results:
         raise ArgumentError(f"--apply requires a report in {results}; got {path}; copy it there.")
-    applied = apply(Report.read(path), path.stem, tables)
+    applied = apply(Report.read(path), path.stem, tables, write=write)
     for entry in applied.others:
         print(f"{entry.verdict}: {entry.rule} for {entry.backend}: {entry.reason}")
-    counts = f"{len(applied.written)} rows got evidence, {len(applied.known)} had it"
+    got = "got" if write else "would get"
+    counts = f"{len(applied.written)} rows {got} evidence, {len(applied.known)} had it"
     print(f"{counts}, {len(applied.others)} entries are of rows that got none")
+    measured, bare = len(applied.measured), len(applied.unmeasured)
+    share = measured / max(1, measured + bare)
+    print(f"{measured} of {measured + bare} rows that apply to the machine are measured ({share:.0%})")
+    if bare:
+        print(f"not measured: {', '.join(applied.unmeasured)}")
     return 0
 
 

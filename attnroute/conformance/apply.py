@@ -26,59 +26,79 @@ class Applied(NamedTuple):
     """What became of the rows of a report.
 
     Attributes:
-        written: Those that got the evidence.
+        written: Those that get the evidence.
         known: Those that had it.
         others: Entries of rows that do not hold for every backend that was tried.
+        measured: Rows that apply to the machine and rest on a measurement, this one or another.
+        unmeasured: Rows that apply to it and rest on none.
     """
 
     written: list[str]
     known: list[str]
     others: list[Entry]
+    measured: list[str]
+    unmeasured: list[str]
 
 
-def apply(report: Report, ref: str, tables: Tables) -> Applied:
+def apply(report: Report, ref: str, tables: Tables, *, write: bool = True) -> Applied:
     """Add evidence to every row that holds for each backend of a report; comments of the files stay.
 
     Args:
         report: The report.
         ref: The name under which it lies in `benchmarks/results`.
         tables: The tables, whose files are changed.
+        write: Change them; else only say what would become of them.
 
     Raises:
         ArgumentError: The evidence of a row is written in a form that nobody expected.
     """
     by_rule: dict[str, list[Entry]] = defaultdict(list)
     for entry in report.entries:
-        by_rule[entry.rule].append(entry)
-    # What a missing package kept from being tried says nothing against the row.
-    tried = {rule: [e for e in entries if e.inside or e.outside] for rule, entries in by_rule.items()}
-    holding = {rule for rule, found in tried.items() if found and all(e.verdict == "holds" for e in found)}
-    rows = {row.id: row for row in tables.all_rows() if row.id in holding}
-    applied = Applied([], [], [e for rule, found in by_rule.items() if rule not in rows for e in found])
-    by_file: dict[Path, list[RuleRow]] = defaultdict(list)
-    for row in rows.values():
-        if any(e.kind == "measured" and e.ref == ref for e in row.rule.evidence):
-            applied.known.append(row.id)
+        if entry.verdict != "not installed":
+            by_rule[entry.rule].append(entry)
+    rows = {row.id: row for row in tables.all_rows() if row.id in by_rule}
+    notes = {rule: _note(by_rule[rule]) for rule in rows}
+    items: dict[Path, list[tuple[RuleRow, str]]] = defaultdict(list)
+    applied = Applied([], [], [], [], [])
+    for rule, row in rows.items():
+        evidence = [e for e in row.rule.evidence if e.kind == "measured"]
+        note = notes[rule]
+        if note is None:
+            applied.others.extend(by_rule[rule])
+        elif any(e.ref == ref for e in evidence):
+            applied.known.append(rule)
         else:
-            by_file[row.file].append(row)
-    for path, found in by_file.items():
-        _write(path, found, ref, report.date)
-        applied.written.extend(row.id for row in found)
+            applied.written.append(rule)
+            items[row.file].append((row, f'ref = "{ref}", date = {report.date}{note}'))
+        (applied.unmeasured if note is None and not evidence else applied.measured).append(rule)
+    if write:
+        for path, found in items.items():
+            _write(path, found)
     return applied
 
 
-def _write(path: Path, rows: list[RuleRow], ref: str, day: str) -> None:
+def _note(entries: list[Entry]) -> str | None:
+    """Return what the evidence of a row says beside its report, as TOML; None where it does not hold."""
+    # What could not be tried of one backend says nothing against the row.
+    tried = [entry for entry in entries if entry.inside or entry.outside]
+    if not tried or any(entry.verdict not in ("holds", "argued") for entry in tried):
+        return None
+    if any(entry.verdict == "argued" for entry in tried):
+        return ', note = "what it takes; what it refuses is right too"'
+    sides = {"what it takes" if entry.inside else "what it refuses" for entry in tried if entry.reason}
+    return f', note = "{" and ".join(sorted(sides))} alone"' if sides else ""
+
+
+def _write(path: Path, items: list[tuple[RuleRow, str]]) -> None:
     parts = split(path.read_text(encoding="utf-8"))
     is_several = path.stem == SEVERAL and path.parent.name == ANY
-    for row in rows:
+    for row, item in items:
         scope, file, name = row.id.split("/")
         for at, part in enumerate(parts):
             found = rule_in(part)
             if found.get("name") == name and (not is_several or f"{scope}/{file}" in found["files"]):
                 place = f'file = "{scope}/{file}", ' if is_several else ""
-                parts[at] = _with_evidence(
-                    part, f'{{ {place}kind = "measured", ref = "{ref}", date = {day} }}'
-                )
+                parts[at] = _with_evidence(part, f'{{ {place}kind = "measured", {item} }}')
     path.write_text("".join(parts), encoding="utf-8")
 
 

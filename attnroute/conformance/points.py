@@ -67,6 +67,7 @@ class Points(NamedTuple):
         outside: Calls that it rejects: they must not be.
         reason: Why nothing can be tried, where nothing can.
         compiles: The backend compiles each kind of call for seconds.
+        is_here: The machine has what the backend needs, in versions that are known.
     """
 
     row: RuleRow
@@ -75,6 +76,7 @@ class Points(NamedTuple):
     outside: Side
     reason: str = ""
     compiles: bool = False
+    is_here: bool = True
 
     @property
     def has_inside(self) -> bool:
@@ -125,7 +127,8 @@ class _Finder:
         """Return the trials on both sides, or why there are none."""
         reason = self._reason(is_certain)
         if reason:
-            return Points(self.row, self.rows.backend, Side(), Side(), reason)
+            is_here = not (self.rows.missing or self.rows.outside)
+            return Points(self.row, self.rows.backend, Side(), Side(), reason, is_here=is_here)
         outside = self._found(self._seeds, self._outside_of, _OUTSIDE)
         inside = self._found([*self._seeds, *(found.call for found in outside)], self._inside_of, _INSIDE)
         if inside and not outside:

@@ -15,7 +15,9 @@ from attnroute.errors import argument_error, shortened
 from attnroute.question.host import Host
 from attnroute.question.plain import Plain
 
-Verdict = Literal["holds", "argued", "too loose", "too strict", "not testable here", "not reached"]
+Verdict = Literal[
+    "holds", "argued", "too loose", "too strict", "not testable here", "not installed", "not reached"
+]
 
 
 class Result(Plain):
@@ -152,12 +154,16 @@ def entry_of(points: Points, inside: Half | None, outside: Half | None) -> Entry
 
 
 def _results(half: Half | None) -> tuple[Result, ...]:
-    return () if half is None else half.results
+    """Return results; the kernels of the first stand for those of all."""
+    first, *others = half.results if half is not None and half.results else (None,)
+    if first is None:
+        return ()
+    return (first, *(r.changed(outcome=r.outcome.changed(kernels=())) for r in others))
 
 
 def _verdict(points: Points, inside: tuple[Result, ...], outside: tuple[Result, ...]) -> tuple[Verdict, str]:
     if points.reason:
-        return "not testable here", points.reason
+        return "not testable here" if points.is_here else "not installed", points.reason
     failed = next((r for r in inside if r.outcome.status in FAILURES), None)
     if failed is not None:
         return "too loose", f"inside, {failed.outcome.status}: {failed.outcome.said}; {failed.trial.command}"

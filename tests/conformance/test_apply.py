@@ -95,6 +95,39 @@ def test_a_backend_that_was_not_tried_says_nothing_against_a_row(folder):
     assert apply(report(*entries), "card", Tables((folder,))).written == [shared]
 
 
+def test_what_a_measurement_leaves_open_stands_beside_it(folder):
+    rows = {row.id: row.rule for row in Tables((folder,)).all_rows()}
+    argued, one_side = "cpu/flash/causal-nan-scale", "cpu/flash/dtype"
+    entries = [
+        entry(argued, "flash", "argued"),
+        entry(one_side, "flash").changed(reason="no call was found that the row rejects"),
+    ]
+    assert (
+        set(apply(report(*entries), "card", Tables((folder,))).written) == {argued, one_side} <= rows.keys()
+    )
+    after = {r.id: r.rule for r in Tables((shutil.copytree(folder, folder / "again"),)).all_rows()}
+    notes = {rule: after[rule].evidence[-1].note for rule in (argued, one_side)}
+    assert notes == {argued: "what it takes; what it refuses is right too", one_side: "what it takes alone"}
+
+
+def test_the_share_counts_rows_that_apply_and_nothing_is_written_without_leave(folder):
+    tables = Tables((folder,))
+    measured = next(
+        row.id for row in tables.all_rows() if any(e.kind == "measured" for e in row.rule.evidence)
+    )
+    bare = next(row.id for row in tables.all_rows() if all(e.kind != "measured" for e in row.rule.evidence))
+    entries = [
+        entry(measured, "flash", "too strict"),
+        entry("cpu/flash/dtype", "flash"),
+        entry(bare, "flash", "not testable here", tried=False),
+        entry("any/te/dtype", "te", "not installed", tried=False),
+    ]
+    applied = apply(report(*entries), "card", tables, write=False)
+    assert (sorted(applied.measured), applied.unmeasured) == (sorted([measured, "cpu/flash/dtype"]), [bare])
+    assert applied.written == ["cpu/flash/dtype"]
+    assert changes(folder) == []
+
+
 def test_evidence_in_another_form_is_left_alone(folder):
     path = folder / "cpu" / "flash.toml"
     text = path.read_text(encoding="utf-8").replace("evidence = [{ kind", "evidence=[ { kind")
