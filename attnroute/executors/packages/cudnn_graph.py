@@ -10,6 +10,7 @@ known here is left to the operators: other releases, and memory that they would 
 
 from __future__ import annotations
 
+import atexit
 from importlib import import_module
 from inspect import signature
 from typing import Any, NamedTuple
@@ -17,7 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnroute.memory import INSTALLED, cached
+from attnroute.memory import INSTALLED, cached, reset
+
+# Graphs that outlive the package's module at the end of a process are reported as leaks, line by line.
+atexit.register(reset)
 
 _NAMES = (
     "_build_graph",
