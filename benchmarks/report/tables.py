@@ -161,7 +161,8 @@ def _models() -> str:
                 took = (number(each[other]["ms"]), number(each["attnroute"]["ms"]))
                 lines.append((name, other, *took, f"{each['ratio']:.3f}"))
         environment = results["environment"]
-        said = ", ".join(f"{name} {environment[name]}" for name in ("card", "torch", "transformers", "date"))
+        names = ("card", "torch", "transformers", "date", "commit")
+        said = ", ".join(f"{name} {environment[name]}" for name in names)
         head = ("model", "beside", "its ms", "attnroute", "ratio")
         found += [f"`{source}`: {said}.", table(head, lines, left=2)]
     return "\n\n".join(found) or "Not measured with this version yet."
