@@ -110,6 +110,8 @@ def _cut(node: MaskNode, call: Call, sizes: dict[str, tuple[int, int]]) -> MaskN
     if isinstance(node, KeyPaddingNode | PrefixNode) and node.lengths is not None:
         whole = [min(n, call.seqlen_kv) for n in node.lengths] or [call.seqlen_kv]
         return node.changed(lengths=tuple(whole[row % len(whole)] for row in range(call.batch)))
+    if isinstance(node, DocumentsNode) and call.layout == "thd":
+        return node.changed(cross=call.seqlen_q != call.seqlen_kv)
     if isinstance(node, DocumentsNode) and node.lengths is not None:
         return node.changed(lengths=(call.seqlen_kv // 3, call.seqlen_kv - call.seqlen_kv // 3))
     return node
@@ -340,9 +342,7 @@ _CHANGES: Final[dict[str, Callable[[Call, Any], list[Changes]]]] = {
     "bias_is_query_dtype": _bias_dtype,
     "bias_requires_grad": _bias_grad,
     "only_bias_requires_grad": _only_bias,
-    "dropout_is_sixteenth": lambda call, value: (
-        [{"dropout_p": 0.125 if value else 0.1}] if call.dropout_p or not value else []
-    ),
+    "dropout_is_sixteenth": lambda call, value: [{"dropout_p": call.dropout_p and 0.125 if value else 0.1}],
     "qkv_last_dim_contiguous": _part("strides", "last_dim_contiguous"),
     "qkv_packed": _part("strides", "packed"),
     "qkv_tokens_contiguous": _part("strides", "tokens_contiguous"),

@@ -19,7 +19,7 @@ from attnroute.question.call import Call, Strides
 from attnroute.question.facts.sizes import mask_tensor_elements
 from attnroute.question.host import Host, device_of
 from attnroute.question.line import parse, render
-from attnroute.question.nodes import KeyPaddingNode
+from attnroute.question.nodes import DocumentsNode, KeyPaddingNode
 from attnroute.question.normalize import normalize
 from attnroute.question.policy import Policy
 from attnroute.report.sentences import listed
@@ -180,7 +180,7 @@ class _Finder:
         found = []
         for text in (*options_of(self.row.rule.refuses or []), *options_of(self.row.rule.takes or [])):
             with suppress(AttnRouteError):  # The lint says so.
-                found.append(read_example(text).call)
+                found.append(_with_documents(read_example(text).call))
         return found
 
     def _found(self, seeds: list[Call], accept: Callable[[Call], _Found | None], most: int) -> list[_Found]:
@@ -333,6 +333,13 @@ class _Finder:
 def _yes(row: FeatureRow) -> FeatureRow:
     """Return an answer about a feature as if the kernel had it."""
     return FeatureRow(row.id, row.answer.model_copy(update={"value": True, "repair": None}))
+
+
+def _with_documents(call: Call) -> Call:
+    """Return a call whose mask says that a packed batch is one of sequences, which examples leave out."""
+    if call.layout != "thd" or any(isinstance(node, DocumentsNode) for node in call.mask):
+        return call
+    return call.changed(mask=(DocumentsNode(cross=call.seqlen_q != call.seqlen_kv), *call.mask))
 
 
 def values_of(call: Call) -> tuple[Values, ...]:

@@ -140,7 +140,7 @@ def _held(
         if said := stranger(seen, backend, load(settings.current().tables), helpers):
             return Outcome(status="refused", said=shortened(said, _TOLD), ran=backend)
     check = partial(dropout.wrong, problem, call, run) if call.dropout_p else _beside(problem, call, want)
-    error = check(got) or _repeated(trial, call, run, check)
+    error = check(got) or _repeated(trial, call, run, check, got)
     kernels = own_kernels(seen, backend) if seen is not None else ()
     return Outcome(status="wrong" if error else "right", said=error, ran=backend, kernels=kernels)
 
@@ -163,11 +163,17 @@ def _repeated(
     call: Call,
     run: Callable[[float], dict[str, torch.Tensor]],
     check: Callable[[dict[str, torch.Tensor]], str],
+    first: dict[str, torch.Tensor],
 ) -> str:
     """Return what is wrong with a call that repeats an earlier one and goes the short way; "" = nothing."""
     if trial.values != "usual" or call.context != Context():
         return ""
-    run(call.dropout_p)
+    second = run(call.dropout_p)
+    apart = (
+        [name for name in first if not torch.equal(first[name], second[name])] if call.deterministic else []
+    )
+    if apart:
+        return f"two deterministic calls require the same {apart[0]} to the last bit; got others"
     said = check(run(call.dropout_p))
     return said and f"the first call is right, the third is not: {said}"
 

@@ -199,9 +199,9 @@ def _band_of(node: MaskNode) -> dict[str, Any]:
 
 def _packed(call: Call, device: str) -> dict[str, Any]:
     """Return the lengths of a packed batch, and the band that holds in each of its sequences."""
-    # A line need not say documents: what is packed is one sequence at least.
-    found: dict[str, Any] = _sums("q", call.seqlen_q, 1, device)
-    found |= _sums("kv", call.seqlen_kv, 1, device) if call.seqlen_q != call.seqlen_kv else {}
+    # A line need not say documents: what is packed has some.
+    found: dict[str, Any] = _sums("q", call.seqlen_q, _DOCUMENTS, device)
+    found |= _sums("kv", call.seqlen_kv, _DOCUMENTS, device) if call.seqlen_q != call.seqlen_kv else {}
     for node in call.mask:
         if isinstance(node, DocumentsNode):
             count = node.count or _DOCUMENTS
