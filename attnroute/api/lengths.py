@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attnroute.engine.rounding import FEW
 from attnroute.masks import KeyPadding, Mask
@@ -11,6 +11,8 @@ from attnroute.memory import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
+
+    from torch import Tensor
 
     from attnroute.api.records import Problem, RouteKey
 
@@ -105,11 +107,21 @@ def place_of(problem: Problem, key: RouteKey) -> object:
         return None
     padding: object = None
     if mask is not None:
-        if type(mask) is not KeyPadding or mask.keep is None or mask.keep.dim() != _FLAG_DIMS:
+        if not is_padding(mask, keys):
             return None
-        if mask.keep.shape[1] != keys.shape[2]:
-            return None
-        padding = (mask.finite, mask.keep.shape[0], mask.keep.device)
+        padding = kind_of_padding(mask)
     (batch, heads, _, head_dim), (batch_v, heads_v, _, head_dim_v) = keys.shape, values.shape
     sizes = (key.shapes[0], batch, heads, head_dim, batch_v, heads_v, head_dim_v)
     return (sizes, key.memory[0], key.memory[-1], padding, key[2:8], key[9:])
+
+
+def is_padding(mask: object, keys: Tensor) -> bool:
+    """Return whether a mask is a flag for each key, of which the number of keys changes nothing else."""
+    if type(mask) is not KeyPadding or mask.keep is None or mask.keep.dim() != _FLAG_DIMS:
+        return False
+    return mask.keep.shape[1] == keys.shape[2]
+
+
+def kind_of_padding(mask: Any) -> object:
+    """Return what of such a mask is the same at every number of keys."""
+    return mask.finite, mask.keep.shape[0], mask.keep.device

@@ -23,8 +23,8 @@ from attnroute.api.keys import key_of
 from attnroute.api.records import Given, Problem
 from attnroute.errors import KernelRefusedError
 from attnroute.executors.prepare.apply import bind
-from attnroute.masks import Causal, Window
-from attnroute.masks.kept import Keeper, known_keeper
+from attnroute.masks import Causal, KeyPadding, Window
+from attnroute.masks.kept import Keeper, keeper_of, known_keeper
 from attnroute.masks.tracing import is_capturing
 from attnroute.memory import Memory
 from attnroute.settings import call_policy, environment
@@ -43,6 +43,9 @@ _FAMILIES_KEPT: Final = 256
 _VARIANTS: Final = 8
 """Kinds of tensors that are told apart under one key: layers on other devices, layers that do not train."""
 _ALIGNMENT_BITS: Final = 15
+_OF_MASK: Final = 4
+"""Where a place has the mask."""
+_NEW: Final = "a new mask"
 _QKV: Final = 3
 _NUMBERS: Final = frozenset({float, int, type(None)})
 """Types of numbers that mean the same where they are equal; True would be an error."""
@@ -122,38 +125,48 @@ def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
     place, tensors, _, keeper = _place(given)
     if place is None or _kept(problem, route, key, (place, tensors, keeper)) is None:
         return
-    if keeper is not None or given.layout != "bhsd" or problem.query.shape[-2] >= problem.key.shape[-2]:
+    if given.layout != "bhsd" or problem.query.shape[-2] >= problem.key.shape[-2]:
         return
     # The first shapes of a family are noted where routes are made.
     of_lengths = lengths.place_of(problem, key) if route.choice.call.context.shapes_vary else None
-    if of_lengths is not None and _family(place, tensors) is None:
+    if of_lengths is not None and _family(place, tensors, given.mask) is None:
         family = Family(tensors, (of_lengths, True), route.choice.host.arch)
-        others = _FAMILIES.get(_of_any_keys(place)) or ()
-        _FAMILIES.put(_of_any_keys(place), (family, *others[: _VARIANTS - 1]))
+        where = _of_any_keys(place, given.mask)
+        _FAMILIES.put(where, (family, *(_FAMILIES.get(where) or ())[: _VARIANTS - 1]))
 
 
-def _with_other_keys(
-    arguments: tuple[Any, ...], place: object, tensors: tuple[Any, ...]
-) -> tuple[Repeat, ...]:
-    """Keep and return the repeat of a call of which the number of keys alone is new; none where more is."""
-    family = _family(place, tensors)
+def _with_other_keys(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any, ...]) -> tuple[Repeat, ...]:
+    """Keep and return the repeat of a call of which the number of keys alone is new; none where more is.
+
+    Padding is a new object at each number; it is kept for the other layers as that.
+    """
+    mask, keeper = arguments[3], None
+    family = None if place is None else _family(place, tensors, mask)
     if family is None or is_capturing(tensors[0]):
         return ()
     route = family.route_of(tensors[1].shape[2])
     if route is None:
         return ()
-    problem, key = _problem(route, Given(*arguments), None), None
-    if route.choice.repaid_after is not None:
+    if mask is not None:
+        keeper = keeper_of(mask)
+        if keeper is None:
+            return ()
+        place = (*place[:_OF_MASK], keeper.token, *place[_OF_MASK + 1 :])
+    problem, key = _problem(route, Given(*arguments), keeper), None
+    # One padding is not met often enough, but others of its shape may have been.
+    if route.choice.repaid_after is not None and (mask is None or lengths.LASTING.entries):
         key = key_of(problem, call_policy(problem.given.backend, problem.given.prefer))
         if lengths.LASTING.get(key):
             return ()
-    made = _kept(problem, route, key, (place, tensors, None))
+    made = _kept(problem, route, key, (place, tensors, keeper))
     return () if made is None else (made,)
 
 
-def _family(place: object, tensors: tuple[Any, ...]) -> Family | None:
+def _family(place: object, tensors: tuple[Any, ...], mask: object) -> Family | None:
     """Return the family of a call that has a place."""
-    found = (None if place is None else _FAMILIES.get(_of_any_keys(place))) or ()
+    if mask is not None and not lengths.is_padding(mask, tensors[1]):
+        return None
+    found = _FAMILIES.get(_of_any_keys(place, mask)) or ()
     return next((family for family in found if family.has(tensors)), None)
 
 
@@ -186,9 +199,10 @@ def _kept(
     return new
 
 
-def _of_any_keys(place: Any) -> object:
-    """Return a place without the elements of keys."""
-    return (place[0], *place[2:])
+def _of_any_keys(place: Any, mask: Any) -> object:
+    """Return a place without the elements of keys, with the kind of a mask in place of the mask itself."""
+    of_mask = None if mask is None else lengths.kind_of_padding(mask)
+    return (place[0], *place[2:_OF_MASK], of_mask, *place[_OF_MASK + 1 :])
 
 
 def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
@@ -279,9 +293,13 @@ def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], tuple[A
             of_mask = ("window", mask.left, mask.right, mask.alignment)
         else:
             keeper = known_keeper(mask)
-            if keeper is None:
+            if keeper is not None:
+                of_mask = keeper.token
+            elif type(mask) is KeyPadding:
+                # Nothing is kept under this.
+                of_mask = _NEW
+            else:
                 return None, (), (), None
-            of_mask = keeper.token
     if not (bias is None and sink is None and alibi_slopes is None):
         others = (bias is None, sink is None, alibi_slopes is None)
         tensors = (*tensors, *[t for t in (bias, sink, alibi_slopes) if t is not None])

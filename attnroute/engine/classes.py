@@ -98,8 +98,13 @@ def class_of_keys(call: Call, arch: str, tables: Tables) -> Hashable | None:
         return None
     facts = Facts(call)
     size = rounded(call.seqlen_kv) if _has_costs(tables, arch) else None
-    grows = call.mask and (may_grow(facts), call.batch * call.seqlen_kv <= SUMS_LIMIT)
-    return (_answers(facts, _key_checks(tables, arch)), size, grows)
+    return (_answers(facts, _key_checks(tables, arch)), size, _grows(facts))
+
+
+def _grows(facts: Facts) -> Hashable:
+    """Return whether a mask that is built for a call with padding is large, and sums of sequences are."""
+    call = facts.call
+    return call.mask and (may_grow(facts), call.batch * call.seqlen_kv <= SUMS_LIMIT)
 
 
 class Span(NamedTuple):
@@ -123,9 +128,9 @@ def span_of(call: Call, arch: str, tables: Tables) -> Span | None:
     """Return numbers of keys from that of a call on whose classes are known by a few conditions.
 
     Returns:
-        None where `class_of_keys` is, where keys are left out, or where a condition is of another kind.
+        None where `class_of_keys` is, or where a condition is of another kind.
     """
-    if call.mask or class_of_keys(call, arch, tables) is None:
+    if class_of_keys(call, arch, tables) is None:
         return None
     checks = _key_checks(tables, arch)
     ordered = tuple(
@@ -136,7 +141,8 @@ def span_of(call: Call, arch: str, tables: Tables) -> Span | None:
         return None
 
     def asked(number: int) -> Hashable:
-        return rounded(number), _answers(Facts(call.changed(seqlen_kv=number)), ordered)
+        facts = Facts(call.changed(seqlen_kv=number))
+        return rounded(number), _answers(facts, ordered), _grows(facts)
 
     first = call.seqlen_kv
     now, numbers = asked(first), range(first, _KEYS_KEPT * first)

@@ -130,19 +130,51 @@ def test_what_a_check_would_refuse_has_no_place_or_is_refused():
             attnroute.attention(*wrong)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [None, "finite", "may hold NaN"])
 def test_steps_of_decoding_are_described_once_and_right(masked, monkeypatch):
-    """Once before it is known that shapes vary, and once from then on."""
+    """Once before it is known that shapes vary, and once from then on; each is kept for its other layers."""
     attnroute.reset()
-    described = []
+    described, kept, keep = [], [], repeats._kept
     monkeypatch.setattr(routes, "call_of", lambda *a, **k: described.append(1) or call_of(*a, **k))
+    monkeypatch.setattr(repeats, "_kept", lambda *a: kept.append(1) or keep(*a))
     for n in range(60, 70):
-        given = tensors(n)
-        mask = padding(n, finite=True) if masked else None
-        out = attnroute.attention(*given, mask)
+        mask = padding(n, finite=masked == "finite") if masked else None
         allowed = None if mask is None else mask.keep[:, None, None]
-        torch.testing.assert_close(out, attend(*given, allowed=allowed)[0].float(), rtol=1e-4, atol=1e-5)
+        for _layer in range(3):
+            given = tensors(n)
+            want = attend(*given, allowed=allowed)[0].float()
+            if masked == "may hold NaN":
+                for t in given[1:]:
+                    t.masked_fill_(~mask.keep[:, None, :, None], torch.nan)
+            torch.testing.assert_close(attnroute.attention(*given, mask), want, rtol=1e-4, atol=1e-5)
     assert len(described) == 2
+    assert len(kept) == 10
+
+
+@pytest.mark.parametrize("other", ["rows", "finite", "flags", "no keeper", "counts", "causal"])
+def test_padding_in_which_more_is_new_goes_the_long_way_or_is_refused(other):
+    attnroute.reset()
+    for n in (60, 61, 62, 63):
+        attnroute.attention(*tensors(n), padding(n, finite=True))
+    given, keep = tensors(64), padding(64).keep
+    mask = {
+        "rows": KeyPadding(keep=keep[1:], finite=True),
+        "finite": KeyPadding(keep=keep),
+        "flags": KeyPadding(keep=torch.cat([keep, keep], 1), finite=True),
+        "no keeper": KeyPadding(keep=torch.from_numpy(keep.numpy()), finite=True),
+        "counts": KeyPadding(left=torch.tensor([3, 5]), finite=True),
+        "causal": Causal("bottom_right") & KeyPadding(keep=keep, finite=True),
+    }[other]
+    if other in ("flags", "rows"):
+        with pytest.raises(ArgumentError):
+            attnroute.attention(*given, mask)
+        return
+    allowed = keep[:, None, None]
+    if other == "counts":
+        allowed = torch.arange(64) >= torch.tensor([3, 5])[:, None, None, None]
+    want = attend(*given, allowed=allowed)[0].float()
+    for _ in range(2):
+        torch.testing.assert_close(attnroute.attention(*given, mask), want, rtol=1e-4, atol=1e-5)
 
 
 def calls_of(function, *args):
@@ -160,7 +192,7 @@ def calls_of(function, *args):
     return count
 
 
-@pytest.mark.parametrize(("masked", "most"), [(False, 45), (True, 310)])
+@pytest.mark.parametrize(("masked", "most"), [(False, 45), (True, 195)])
 def test_a_step_takes_few_calls(masked, most):
     def step(n):
         given, mask = tensors(n), padding(n, finite=True) if masked else None

@@ -196,8 +196,9 @@ def test_facts_rise_with_the_number_of_keys(call, number, more):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "cpu"])
 @pytest.mark.parametrize("sizes", ["b4 hq32 hkv8 sq1", "b2 hq8 sq70 train", "b9000 hq8 sq4"])
-def test_numbers_of_one_span_with_equal_answers_are_of_one_class(arch, sizes):
-    call, longest = parse(f"bf16 {sizes} skv100 d128"), 0
+@pytest.mark.parametrize("mask", ["", "keys", "keys:finite"])
+def test_numbers_of_one_span_with_equal_answers_are_of_one_class(arch, sizes, mask):
+    call, longest = parse(f"bf16 {sizes} skv100 d128 {mask}"), 0
     for first in (100, 130, 511, 1000, 1025, 8000, 100_000, 2**21):
         span, seen = span_of(call.changed(seqlen_kv=first), arch, load()), {}
         assert span.numbers[0] == first
@@ -209,7 +210,7 @@ def test_numbers_of_one_span_with_equal_answers_are_of_one_class(arch, sizes):
     assert longest >= 100
 
 
-@pytest.mark.parametrize("line", ["sq1 keys", "sq1 causal=bottom_right", "sq90"])
+@pytest.mark.parametrize("line", ["sq1 keys=80,90", "sq1 causal=bottom_right", "sq90"])
 def test_a_call_in_whose_mask_keys_take_part_or_that_has_few_has_no_span(line):
     assert span_of(parse(f"bf16 b2 hq8 skv90 d64 {line}"), "sm_90", load()) is None
 
