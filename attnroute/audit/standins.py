@@ -167,3 +167,4 @@ def answer_all(answer: Callable[[dict[str, Any]], str]) -> None:
     """Answer questions, a line of JSON each, until there are no more."""
     for line in sys.stdin:
         sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
+        sys.stdout.flush()

@@ -24,6 +24,7 @@ FOUND_WRONG: Final = 1
 FRESH: Final = "fresh"
 RELEASES: Final = ("cudnn", "fa4", "te", "torch")
 """Audits that run the code of releases; `attnroute.audit.<name>` has each."""
+COMPILED: Final = "fa4"
 _SHOWN: Final = 20
 
 
@@ -35,6 +36,8 @@ def run(words: list[str]) -> int:
     if args.of not in RELEASES:
         known = ", ".join((FRESH, *RELEASES))
         raise ArgumentError(f"audit requires one of {known}; got {quoted(args.of)}.")
+    if args.compile and args.of != COMPILED:
+        raise ArgumentError(f"--compile requires {COMPILED}, whose kernels are compiled; got {args.of}.")
     return _releases(args, load(current().tables))
 
 
@@ -52,6 +55,9 @@ def parser() -> Parser:
     )
     found.add_argument(
         "--version", action="append", metavar="V", help="this release; the newest known one by default"
+    )
+    found.add_argument(
+        "--compile", action="store_true", help="of fa4: beside what was recorded to compile; see record"
     )
     found.add_argument("--all", action="store_true", help="every release that the tables know")
     return found
@@ -81,8 +87,8 @@ def _state_lines(state: State) -> list[str]:
 
 def _releases(args: argparse.Namespace, tables: Tables) -> int:
     """Hold the tables against releases, one line each; of one alone also the rows that are stricter."""
-    module = import_module(f"attnroute.audit.{args.of}")
-    audit = module.Audit(tables)
+    module = "compiled" if args.compile else args.of
+    audit = import_module(f"attnroute.audit.{module}").Audit(tables)
     versions = args.version or (audit.versions() if args.all else audit.versions()[:1])
     wrong = 0
     for version in versions:

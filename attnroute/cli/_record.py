@@ -2,51 +2,61 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attnroute.audit import packages
 from attnroute.audit.record import SOURCES, companions, record
 from attnroute.cli._parser import Parser
 from attnroute.errors import ArgumentError
 from attnroute.report.layout import wrapped
 
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable
+
 _ACCEPTANCE = "acceptance"
+_COMPILED = "compiled"
 
 
 def run(words: list[str]) -> int:
     """Record one release, and say what it takes."""
     args = parser().parse_args(words)
-    if args.of == _ACCEPTANCE:
-        lines = _acceptance(args.version)
-    else:
-        package = "torch" if args.of == "torch" else SOURCES[args.of].package
-        version = args.version or packages.released(package, ">=0")[0]
-        if args.of == "torch":
-            print(companions(version))
-            return 0
-        lines = [f"{package} {version}: {line}" for line in record(args.of, version)]
-    for line in lines:
-        print(*wrapped(line, "", "  "), sep="\n")
+    if args.arch and args.of != _COMPILED:
+        raise ArgumentError(f"--arch requires {_COMPILED}, which asks about one at a time; got {args.of}.")
+    if args.of == "torch":
+        print(companions(args.version or packages.released("torch", ">=0")[0]))
+        return 0
+    for line in _lines(args):
+        print(*wrapped(line, "", "  "), sep="\n", flush=True)
     return 0
 
 
-def _acceptance(version: str | None) -> list[str]:
-    """Record what the checks of the torch accept that runs here."""
-    from attnroute.conformance import acceptance
-
-    if version is not None:
-        msg = f"record acceptance requires no --version, it asks the torch that runs it; got {version}."
+def _lines(args: argparse.Namespace) -> Iterable[str]:
+    if args.of in SOURCES:
+        package = SOURCES[args.of].package
+        version = args.version or packages.released(package, ">=0")[0]
+        return [f"{package} {version}: {line}" for line in record(args.of, version)]
+    if args.version is not None:
+        msg = f"record {args.of} requires no --version, it asks what is installed; got {args.version}."
         raise ArgumentError(msg)
-    return acceptance.record()
+    from attnroute.conformance import acceptance, compiled
+
+    if args.of == _ACCEPTANCE:
+        return acceptance.record()
+    return compiled.record(tuple(args.arch or compiled.ARCHS))
 
 
 def parser() -> Parser:
     """Return what reads the command line."""
-    names = ("torch", _ACCEPTANCE, *SOURCES)
+    names = ("torch", _ACCEPTANCE, _COMPILED, *SOURCES)
     found = Parser(
         "tables record",
         "Write the data of a release into this checkout; of torch, print what its wheel brings along.\n"
-        "`acceptance` asks the checks of the torch that runs it, on the GPUs that it sees.",
+        "`acceptance` asks the checks of the torch that runs it, on the GPUs that it sees.\n"
+        "`compiled` compiles kernels of the flash-attn-4 beside it, without a GPU.",
     )
     of = found.add_argument("of", choices=names, help="whose release")
     of.metavar = "|".join(names)
     found.add_argument("--version", metavar="V", help="the release; the newest by default")
+    found.add_argument("--arch", action="append", metavar="A", help="of compiled: for this architecture")
     return found

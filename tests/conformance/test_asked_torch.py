@@ -95,4 +95,4 @@ def test_without_a_gpu_it_says_where_to_get_one(checkout, capsys):
 
 def test_a_version_cannot_be_chosen(capsys):
     assert main(["tables", "record", "acceptance", "--version", "2.11.0"]) == 2
-    assert "it asks the torch that runs it" in capsys.readouterr().err
+    assert "it asks what is installed" in capsys.readouterr().err
