@@ -281,7 +281,8 @@ def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], tuple[A
     qkv = tensors
     passed: tuple[Any, ...] = (query, key, value, mask)
     of_mask: object = None
-    keeper = others = None
+    keeper: Keeper | None = None
+    others: object = None
     misaligned: object = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & _ALIGNMENT_BITS
     if mask is not None:
         if type(mask) is Tensor and mask.dtype is not torch.bool:
@@ -300,7 +301,9 @@ def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], tuple[A
                 of_mask = _NEW
             else:
                 return None, (), (), None
-    if not (bias is None and sink is None and alibi_slopes is None):
+    if sink is not None and bias is alibi_slopes is None:
+        others, tensors, passed = "sink", (*tensors, sink), (*passed, sink)
+    elif not (bias is sink is alibi_slopes is None):
         others = (bias is None, sink is None, alibi_slopes is None)
         tensors = (*tensors, *[t for t in (bias, sink, alibi_slopes) if t is not None])
         passed = (query, key, value, mask if bias is None else bias, *(() if sink is None else (sink,)))

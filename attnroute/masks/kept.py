@@ -53,6 +53,15 @@ class Keeper:
                 return False
         return True
 
+    def is_usable(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Return whether these are its tensors, unchanged, private and in no CUDA graph that is captured."""
+        if len(tensors) != len(self._marks):
+            return False
+        for mark, tensor in zip(self._marks, tensors, strict=True):
+            if not mark.fits_privately(tensor) or is_capturing(tensor):
+                return False
+        return True
+
     def keep(self, what: Hashable, make: Callable[[], _T]) -> _T:
         """Return what was made before, or make it."""
         made: _T = self._made.keep(what, lambda: _outside_inference_mode(make))
@@ -136,17 +145,11 @@ def known_keeper(owner: Any) -> Keeper | None:
     if isinstance(owner, Tensor):
         for place in places_of(owner):
             keeper = _OF_TENSORS.get(place)
-            if keeper is not None and keeper.fits((owner,)):
-                return keeper if _is_usable(owner) else None
+            if keeper is not None and keeper.is_usable((owner,)):
+                return keeper
         return None
     found: Keeper | None = vars(owner).get(KEEPER)
-    tensors = _tensors(owner)
-    usable = found is not None and found.fits(tensors) and all(map(_is_usable, tensors))
-    return found if usable else None
-
-
-def _is_usable(tensor: Tensor) -> bool:
-    return is_private(tensor) and not is_capturing(tensor)
+    return found if found is not None and found.is_usable(getattr(owner, "tensors", ())) else None
 
 
 def _of_tensor(tensor: Tensor, views: int) -> Keeper:

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
-
-if TYPE_CHECKING:
-    from torch import UntypedStorage
 
 _users = getattr(torch._C, "_storage_Use_Count", None)
 """Return how many tensors and Python objects have a storage; None where torch has no such question."""
@@ -60,6 +57,20 @@ class Mark:
             return alive is tensor.untyped_storage() and self._state == _state(tensor, tensor._base)
         return alive is tensor and self._state == _state(tensor, tensor._base)
 
+    def fits_privately(self, tensor: Tensor) -> bool:
+        """Return `fits` and `is_private`, which every call with a mask waits for, from few reads."""
+        storage = self._alive()
+        kind = type(tensor)
+        if storage.__class__ is not UntypedStorage or not (kind is Tensor or kind is Parameter):
+            return self.fits(tensor) and is_private(tensor)
+        # The storage of a mark is that of a strided tensor with memory.
+        return (
+            storage is tensor.untyped_storage()
+            and storage.resizable()
+            and not (tensor.is_cpu and storage.is_shared())
+            and self._state == _state_in_memory(tensor, tensor._base)
+        )
+
 
 def places_of(tensor: Tensor) -> tuple[Hashable, ...]:
     """Return the places that marks of a tensor may have."""
@@ -83,9 +94,13 @@ def is_private(tensor: Tensor) -> bool:
 
 def _state(tensor: Tensor, base: Tensor | None) -> tuple[object, ...]:
     """Return what changes when a tensor is written to or gets other memory, as by `tensor.data = other`."""
-    whole = tensor if base is None else base
     if not _is_plain(tensor):
-        return id(whole), tensor._version
+        return id(tensor if base is None else base), tensor._version
+    return _state_in_memory(tensor, base)
+
+
+def _state_in_memory(tensor: Tensor, base: Tensor | None) -> tuple[object, ...]:
+    whole = tensor if base is None else base
     return id(whole), tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 

@@ -147,4 +147,4 @@ def test_a_sink_takes_three_operators_beside_the_kernel(backend):
         run(inputs.query, inputs.key, inputs.value, None, inputs.sink)
     kernel, *rest = launches.seen
     assert backend in kernel
-    assert rest == ["sub", "sigmoid_", "mul_"]
+    assert rest == ["sub_", "sigmoid_", "mul_"]

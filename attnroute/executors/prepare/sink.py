@@ -99,7 +99,11 @@ def bind_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Bound | No
 
     def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, sink: Tensor) -> Tensor | None:
         made = forward(query, key, value, attn)
-        return None if made is None else _shrunk(*made, sink.view(-1, 1, 1), may_be_empty=is_careful)
+        if made is None:
+            return None
+        out, lse = made
+        share = lse.sub_(sink.view(-1, 1, 1)).sigmoid_()
+        return out.mul_(share.nan_to_num_(0.0) if is_careful else share)
 
     return run
 
@@ -107,22 +111,18 @@ def bind_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Bound | No
 def shrunk(out: Tensor, lse: Tensor, sink: Tensor, *, may_be_empty: bool) -> Tensor:
     """Return `out`, whose memory is new, times the share that the keys keep.
 
+    In a row with no key the sink has everything; if it is -inf as well, the difference is NaN.
+
     Args:
         out: (batch, num_heads_q, seqlen_q, head_dim_v).
         lse: (batch, num_heads_q, seqlen_q), without the sink.
         sink: (num_heads_q,).
         may_be_empty: A query may have no key.
     """
-    return _shrunk(out, lse.unsqueeze(-1), sink.view(-1, 1, 1), may_be_empty=may_be_empty)
-
-
-def _shrunk(out: Tensor, lse: Tensor, sink: Tensor, *, may_be_empty: bool) -> Tensor:
-    """Do `shrunk` with as few operators as there can be: each costs the host 5 us.
-
-    In a row with no key the sink has everything; if it is -inf as well, the difference is NaN.
-    """
-    share = (lse - sink).sigmoid_()
-    return out.mul_(share.nan_to_num_(0.0) if may_be_empty else share)
+    share = (lse - sink.unsqueeze(1)).sigmoid_()
+    if may_be_empty:
+        share.nan_to_num_(0.0)
+    return out.mul_(share.unsqueeze(-1))
 
 
 def may_be_empty(inputs: Inputs) -> bool:
