@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from packaging.version import Version
 
 from attnroute.audit import packages
+from attnroute.tables.points import options_of
 from attnroute.tables.read import read
 from attnroute.tables.releases import FILE, ReleaseTable
-from attnroute.tables.versions import comparable
+from attnroute.tables.versions import comparable, contains
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from attnroute.tables.folders import Tables
 
 DISTRIBUTIONS: Final = {"cudnn": ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")}
 """The distributions of what has another name in the tables; CUDA itself comes with none."""
@@ -43,24 +45,28 @@ class State(NamedTuple):
         return bool(self.inside or self.beyond)
 
 
-def states(folder: Path) -> Iterator[State]:
+def states(tables: Tables) -> Iterator[State]:
     """Give what is published of each package that `releases.toml` knows releases of.
-
-    Args:
-        folder: The folder of the shipped tables.
 
     Raises:
         PackageError: pip cannot say.
     """
-    table = read(folder / FILE, ReleaseTable)
+    table = read(tables.folders[0] / FILE, ReleaseTable)
     for package, known in table.known.items():
         if package not in _WITHOUT:
             names = DISTRIBUTIONS.get(package, (package,))
             found = {version for name in names for version in packages.published(name)}
-            yield state(package, found, known, table.untested[package])
+            windows = [
+                option
+                for info in tables.backends.values()
+                for option in options_of(info.versions_known.get(package, []))
+            ]
+            yield state(package, found, known, table.untested[package], windows)
 
 
-def state(package: str, published: set[str], known: list[str], untested: str) -> State:
+def state(
+    package: str, published: set[str], known: list[str], untested: str, windows: list[str] | None = None
+) -> State:
     """Compare what is published of a package with what is known.
 
     Pre-releases count only of a package of which nothing else is known; what belongs to one release alone,
@@ -70,7 +76,8 @@ def state(package: str, published: set[str], known: list[str], untested: str) ->
         package: Its name in the tables.
         published: Versions of its distributions.
         known: Releases that somebody looked at.
-        untested: Where the window of the tables ends.
+        untested: Where the windows of the tables end.
+        windows: Those of backends; without one, everything from the oldest known release on is inside.
     """
     betas = all(Version(version).is_prerelease for version in known)
 
@@ -81,6 +88,7 @@ def state(package: str, published: set[str], known: list[str], untested: str) ->
     counted = {key(v) for v in published if betas or not Version(v).is_prerelease}
     counted = {version for version in counted if version >= min(looked_at)}
     new = sorted(counted - looked_at)
-    inside = tuple(str(version) for version in new if version < key(untested))
+    before = [str(version) for version in new if version < key(untested)]
+    inside = tuple(text for text in before if not windows or contains(windows, package, text))
     beyond = tuple(str(version) for version in new if version >= key(untested))
     return State(package, len(counted), str(max(counted)) if counted else "", inside, beyond)

@@ -11,7 +11,6 @@ from attnroute.errors import ArgumentError, quoted
 from attnroute.report.layout import wrapped
 from attnroute.settings import current
 from attnroute.tables.load import load
-from attnroute.tables.read import shipped_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -32,7 +31,7 @@ def run(words: list[str]) -> int:
     """Run one audit; 1 where it found something wrong."""
     args = parser().parse_args(words)
     if args.of == FRESH:
-        return _fresh()
+        return _fresh(load(current().tables))
     if args.of not in RELEASES:
         known = ", ".join((FRESH, *RELEASES))
         raise ArgumentError(f"audit requires one of {known}; got {quoted(args.of)}.")
@@ -63,12 +62,12 @@ def parser() -> Parser:
     return found
 
 
-def _fresh() -> int:
+def _fresh(tables: Tables) -> int:
     """Print which releases are published that nobody looked at; 1 where there are any."""
     from attnroute.audit.fresh import states
 
     stale = False
-    for state in states(shipped_folder()):
+    for state in states(tables):
         print(*_state_lines(state), sep="\n", flush=True)
         stale |= state.is_stale
     return FOUND_WRONG if stale else 0

@@ -67,6 +67,13 @@ def test_releases_inside_and_beyond_a_window_are_listed(index, capsys):
     assert "flash-attn-4: the newest of 34 is 4.0.0b999" in said
 
 
+def test_releases_that_no_backend_takes_are_nobodys_business():
+    """`known` has the frontend inside of an old torch, from before the one with operators."""
+    published, known = {"1.12.0", "1.20.0", "1.29.0", "1.30.0"}, ["1.12.0", "1.29.0"]
+    found = fresh.state("nvidia-cudnn-frontend", published, known, "1.33", [">=1.29, <1.33"])
+    assert found.inside == ("1.30.0",)
+
+
 def test_builds_nightlies_and_local_parts_are_no_releases_of_their_own():
     published = {"9.28.1.4", "9.29.0.1.dev5", "9.28.0"}
     assert fresh.state("cudnn", published, ["9.28.0", "9.28.1"], "9.29") == (
