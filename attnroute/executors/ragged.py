@@ -8,6 +8,8 @@ a sequence's last query and key.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from operator import methodcaller
 from typing import Final, NamedTuple
 
 import torch
@@ -79,6 +81,16 @@ def tokens_of(tensor: Tensor, step: int | None = None) -> Tensor:
     _, head, token, _ = tensor.stride()
     # The last token of the last row is the last one of the view, so nothing behind the memory is in it.
     return tensor.as_strided(((batch - 1) * step + seqlen, heads, head_dim), (token, head, 1))
+
+
+def tokens_like(tensor: Tensor, tokens: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return `tokens_of` for tensors that lie as one does, in one step where its tokens are a view.
+
+    Not for tensors that autograd sees: the backward of that step is slow.
+    """
+    if tokens.data_ptr() != tensor.data_ptr():
+        return tokens_of
+    return methodcaller("as_strided", tokens.shape, tokens.stride())
 
 
 def step_of(key: Tensor, value: Tensor) -> int | None:

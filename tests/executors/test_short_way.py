@@ -184,10 +184,10 @@ CALLS = {
     ("flash", True): (5, 2),
     ("cudnn", True): (5, 2),
     ("efficient mask alone", True): (6, 2),
-    ("flash padding", False): (7, 0),
+    ("flash padding", False): (5, 0),
     ("flash padding", True): (11, 2),
     ("flash documents", False): (7, 0),
-    ("flash padding, one query", False): (7, 0),
+    ("flash padding, one query", False): (4, 0),
 }
 """Python functions of a call and of its backward."""
 

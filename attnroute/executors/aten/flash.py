@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,7 +29,15 @@ from attnroute.executors.protocol import (
     Plan,
     Wanted,
 )
-from attnroute.executors.ragged import Ragged, per_token, rows_of, tokens_of, whole_rows, window_sizes
+from attnroute.executors.ragged import (
+    Ragged,
+    per_token,
+    rows_of,
+    tokens_like,
+    tokens_of,
+    whole_rows,
+    window_sizes,
+)
 from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.dense import empty_rows
 from attnroute.masks.lowered.form import as_4d
@@ -215,27 +224,40 @@ def _sequences(inputs: Inputs, ragged: Ragged, *, reads_lse: bool) -> tuple[Any,
     """
     batch, _, seqlen, _ = inputs.query.shape
     bounds, sums = _bounds(inputs, ragged, reads_lse=reads_lse), ragged.rows[:2]
-    query, step = tokens_of(inputs.query), ragged.step
-    tokens = (query, tokens_of(inputs.key, step), tokens_of(inputs.value, step))
+    tokens = _tokens(inputs, ragged)
     out, lse, seed, offset, *_ = _launch(tokens, ragged.rows, bounds, (inputs.dropout_p, inputs.scale))
     rest = (seed, offset, *sums, *bounds[:2], lse.dim() != 2)
-    lse = per_token(lse, sums[0], query.shape[0]).unflatten(1, (batch, seqlen))
+    lse = per_token(lse, sums[0], batch * seqlen).unflatten(1, (batch, seqlen))
     return out.unflatten(0, (batch, seqlen)).transpose(1, 2), lse.transpose(0, 1), *rest
+
+
+def _tokens(inputs: Inputs, ragged: Ragged) -> tuple[Tensor, ...]:
+    """Return the tokens of sequences: query, key and value."""
+    step = ragged.step
+    return tokens_of(inputs.query), tokens_of(inputs.key, step), tokens_of(inputs.value, step)
 
 
 def _sequences_of(inputs: Inputs, plan: Plan) -> Launch:
     """Return what calls the operator on sequences, for as long as these are kept with their mask."""
     ragged = rows_of(inputs, training=plan.training, in_place=True)
     bounds, numbers = _bounds(inputs, ragged, reads_lse=_reads_lse(plan)), (inputs.dropout_p, inputs.scale)
-    (batch, _, seqlen, _), step = inputs.query.shape, ragged.step
+    batch, _, seqlen, _ = inputs.query.shape
+    given = (inputs.query, inputs.key, inputs.value)
+    strides = tuple(t.stride() for t in given)
+    views: tuple[Callable[[Tensor], Tensor], ...] = (tokens_of,) * len(given)
+    if not plan.training:
+        views = tuple(map(tokens_like, given, _tokens(inputs, ragged)))
+    of_query, of_key, of_value = views
     kept = [t if t is None else weakref.ref(t) for t in ragged.rows]
-    del inputs, ragged
+    del inputs, ragged, given
 
     def launch(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None) -> Tensor | None:
         found: list[Any] = [ref if ref is None else ref() for ref in kept]
         if found.count(None) != kept.count(None):
             return None
-        tokens = (tokens_of(query), tokens_of(key, step), tokens_of(value, step))
+        if strides != (query.stride(), key.stride(), value.stride()):
+            return None
+        tokens = (of_query(query), of_key(key), of_value(value))
         out: Tensor = _launch(tokens, Rows(*found), bounds, numbers)[0]
         return out.view(batch, seqlen, *out.shape[1:]).transpose(1, 2)
 

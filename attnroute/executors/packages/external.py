@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from attnroute.errors import KernelRefusedError
-from attnroute.executors import ragged
 from attnroute.executors.operators import Side, register
 from attnroute.executors.packages import eager
 from attnroute.executors.packages.launcher import Kernel, Launcher
@@ -114,10 +113,8 @@ class External:
             return None
         with torch.no_grad():
             request = self._request_of(inputs, plan)
-        step = None
-        if request.is_ragged:
-            step = ragged.rows_of(inputs, training=plan.training, in_place=self._in_place).step
-        like, launcher = Like(request, step), self._launcher.bound(request)
+        like = Like(request, inputs.query, inputs.key, inputs.value)
+        launcher = self._launcher.bound(request)
         del inputs, request
 
         def run(
@@ -129,7 +126,7 @@ class External:
             *,
             whole: bool = False,
         ) -> Any:
-            if not like.fits(key, value):
+            if not like.fits(query, key, value):
                 return None
             try:
                 made = eager.run(launcher, like.request_of, (query, key, value, sink), plan)

@@ -199,33 +199,38 @@ class Like:
     Prefix sums stay with the mask that they were made from.
     """
 
-    __slots__ = ("_heads_first", "_is_ragged", "_numbers", "_step", "_sums")
+    __slots__ = ("_heads_first", "_is_ragged", "_numbers", "_strides", "_sums", "_tokens")
 
-    def __init__(self, request: Request, step: int | None) -> None:
+    def __init__(self, request: Request, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Take one request.
 
         Args:
             request: It has no slopes.
-            step: Of its `ragged.Ragged`.
+            query: Query, key and value in layout bhsd, of which it was made.
+            key: As query.
+            value: As query.
         """
         self._sums = [None if t is None else weakref.ref(t) for t in request[3:6]]
         self._numbers = request.numbers
-        self._step = step
         self._is_ragged, self._heads_first = request.is_ragged, request.heads_first
+        given = (query, key, value)
+        self._strides = tuple(t.stride() for t in given)
+        self._tokens = tuple(map(ragged.tokens_like, given, request[:3])) if request.is_ragged else ()
 
-    def fits(self, key: Tensor, value: Tensor) -> bool:
-        """Return whether the prefix sums are still there, and keys lie as those of the request do."""
+    def fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Return whether the prefix sums are still there, and tensors lie as those of the request do."""
         if not self._is_ragged:
             return True
         if any(ref is not None and ref() is None for ref in self._sums):
             return False
-        return self._step is None or ragged.step_of(key, value) == self._step
+        return self._strides == (query.stride(), key.stride(), value.stride())
 
     def request_of(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Request:
         """Return the request of tensors in layout bhsd."""
         if self._is_ragged:
             sums_q, sums_kv, used = (None if ref is None else ref() for ref in self._sums)
-            query, key, value = tokens_of(query, key, value, self._step)
+            of_query, of_key, of_value = self._tokens
+            query, key, value = of_query(query), of_key(key), of_value(value)
             return Request(query, key, value, sums_q, sums_kv, used, sink, None, *self._numbers)
         if not self._heads_first:
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
