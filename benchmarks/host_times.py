@@ -29,7 +29,10 @@ SHAPE = (1, 4, 64 if torch.cuda.is_available() else 16, 64)
 ROUNDS, BURST = 41, 40
 NUMBERS = range(65, 365)
 """Of keys, in calls that have another one each."""
-GROWING = "one query, a new number of keys"
+GROWING = {
+    "one query, a new number of keys": False,
+    "one query, a new number of keys, padded": True,
+}
 PACKAGES = "-fa2,-fa3,-fa4,-te,-cudnn_fe,-flex_fa4"
 
 
@@ -42,12 +45,14 @@ class Case:
         stock: Those of stock that mean the same, as far as it can say that.
         heads_kv: Key heads.
         train: Forward and backward.
+        learned: What else gets a gradient.
     """
 
     ours: dict[str, Any] = field(default_factory=dict)
     stock: dict[str, Any] = field(default_factory=dict)
     heads_kv: int = SHAPE[1]
     train: bool = False
+    learned: tuple[torch.Tensor, ...] = ()
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
@@ -75,6 +80,10 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
     yield "GQA", Case({}, {"enable_gqa": True}, heads_kv=2)
     yield "training", Case(train=True)
     yield "training, causal", Case({"is_causal": True}, {"is_causal": True}, train=True)
+    learned = bias.clone().requires_grad_()
+    yield "training, bias", Case({"bias": learned}, {"attn_mask": learned}, train=True, learned=(learned,))
+    learned = sink.clone().requires_grad_()
+    yield "training, sink", Case({"sink": learned}, train=True)
     yield "training, bool mask", Case({"mask": flags}, {"attn_mask": flags}, train=True)
 
 
@@ -90,7 +99,9 @@ def tensors(case: Case, layout: str, device: str, dtype: torch.dtype) -> list[to
 
 
 def operator(case: Case, inputs: list[torch.Tensor], selected: str | None) -> Run | None:
-    """Return a call of torch's operator of the kernel, with the mask as it takes it."""
+    """Return a call of torch's operator of the kernel, with a mask that is not learned as it takes it."""
+    if case.learned:
+        return None
     query, key, value = inputs
     attn = case.stock.get("attn_mask")
     causal = case.stock.get("is_causal", False)
@@ -154,16 +165,16 @@ def measure(case: Case, layout: str, device: str, dtype: torch.dtype, rounds: in
     if bare is not None:
         runs["operator"] = bare
     if case.train:
-        runs = {name: with_gradients(run, inputs) for name, run in runs.items()}
+        runs = {name: with_gradients(run, [*inputs, *case.learned]) for name, run in runs.items()}
     return {"selected": selected, **in_turns(runs, device, rounds)}
 
 
-def growing(device: str, dtype: torch.dtype) -> dict[str, Any]:
+def growing(device: str, dtype: torch.dtype, *, padded: bool) -> dict[str, Any]:
     """Time one query at a new number of keys in each call, as the first layer of a step of decoding has it.
 
     Stock is first at each number, so that it alone waits where its kernel makes a plan for that.
     """
-    from attnroute import attention, explain
+    from attnroute import attention, explain, masks
 
     batch, heads, _, width = SHAPE
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -171,13 +182,17 @@ def growing(device: str, dtype: torch.dtype) -> dict[str, Any]:
     query = torch.randn(batch, heads, 1, width, device=device, dtype=dtype)
     for keys in NUMBERS:
         key, value = (torch.randn(batch, heads, keys, width, device=device, dtype=dtype) for _ in range(2))
+        keep = torch.arange(keys, device=device).expand(batch, keys) >= 3
         for name, run in (("stock", scaled_dot_product_attention), ("attention", attention)):
+            mask: Any = None
+            if padded:
+                mask = keep[:, None, None] if name == "stock" else masks.KeyPadding(keep=keep, finite=True)
             wait()
             start = time.perf_counter()
-            run(query, key, value)
+            run(query, key, value, mask)
             times[name].append((time.perf_counter() - start) * 1e6)
     found = {n: {"median": round(median(t), 2), "least": round(min(t), 2)} for n, t in times.items()}
-    return {"selected": explain(query, key, value).selected, **found}
+    return {"selected": explain(query, key, value, mask).selected, **found}
 
 
 def where(device: str) -> dict[str, str]:
@@ -225,9 +240,10 @@ def main() -> None:
             row = measure(case, layout, options.device, dtype, options.rounds)
             results["us"][f"{name}, {layout}"] = row
             show(f"{name}, {layout}", row)
-    if not options.only or any(part in GROWING for part in options.only):
-        results["us"][GROWING] = growing(options.device, dtype)
-        show(GROWING, results["us"][GROWING])
+    for name, padded in GROWING.items():
+        if not options.only or any(part in name for part in options.only):
+            results["us"][name] = growing(options.device, dtype, padded=padded)
+            show(name, results["us"][name])
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
