@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from random import Random
 from typing import Any, Final
 
@@ -36,10 +37,12 @@ from attnroute.question.normalize import normalize
 from attnroute.question.policy import Policy
 from attnroute.tables.folders import Tables
 
-STRUCTURES: Final = {"free": 40, "compiled": 20}
-"""Kinds of calls for which attnroute chooses, and for each backend that compiles, which take seconds."""
-_SHARES: Final = {"free": 0.2, "compiled": 0.2}
-"""Of calls for which attnroute chooses, and of those that name a backend that compiles."""
+STRUCTURES: Final = {"free": 30, "compiled": 12, "planned": 300}
+"""Kinds of calls where attnroute chooses, for each backend that compiles, and for each that makes plans."""
+_SHARES: Final = {"compiled": 0.2, "free": 0.2, "planned": 0.15}
+"""Of calls that name such a backend, and of those where attnroute chooses; the others name another one."""
+_PLANNER: Final = "cudnn"
+"""The distribution whose kernels are planned anew for each shape, which takes half a second."""
 _TRIES: Final = 60
 _STRUCTURES_TRIED: Final = 200
 _CHUNK: Final = 50
@@ -65,19 +68,20 @@ def jobs(tables: Tables, host: Host, backends: tuple[str, ...], count: int, seed
         seed: Other seeds draw other calls.
     """
     artist = _Artist(prepared(tables, host), backends, device_of(host.arch), seed)
-    apart = int(count * sum(_SHARES.values()))
-    # What shares compiled code comes first and whole, so that as few processes as can be compile it.
-    for first in (0, *range(apart, count, _AT_ONCE)):
+    ends = [0, *accumulate(int(count * share) for share in _SHARES.values())]
+    parts = [*zip(_SHARES, ends, ends[1:], strict=False)]
+    parts += [("quick", at, min(at + _AT_ONCE, count)) for at in range(ends[-1], count, _AT_ONCE)]
+    for kind, first, last in parts:
+        # What shares compiled code comes first and whole, so that as few processes as can be compile it.
         groups: dict[str, list[Trial]] = {}
-        for number in range(first, min(first + _AT_ONCE, count) if first else apart):
-            kind = "free" if number < count * _SHARES["free"] else "compiled" if number < apart else "quick"
+        for number in range(first, last):
             found = artist.draw(number, kind)
             if found is not None:
                 groups.setdefault(found[0], []).append(found[1])
         for group, trials in groups.items():
             for at in range(0, len(trials), _CHUNK):
                 part = tuple(trials[at : at + _CHUNK])
-                seconds = _COMPILING if first == 0 else 1.0
+                seconds = 1.0 if kind == "quick" else _COMPILING
                 yield Job(f"{group} {first + at}", group, "drawn", part, seconds=seconds)
 
 
@@ -87,8 +91,18 @@ class _Artist:
     def __init__(self, rows: dict[str, Prepared], backends: tuple[str, ...], device: str, seed: int) -> None:
         self._rows, self._device, self._seed = rows, device, seed
         here = [b for b in backends if not (rows[b].missing or rows[b].never_runs or rows[b].outside)]
-        self._compiled = [b for b in here if rows[b].info.first_call_seconds is not None]
-        self._quick = [b for b in here if b not in self._compiled]
+        compiled = [b for b in here if rows[b].info.first_call_seconds is not None]
+        planned = [b for b in here if _PLANNER in rows[b].info.needs]
+        quick = [b for b in here if b not in (*compiled, *planned)]
+        anyone: list[str | None] = [None]
+        self._named = {
+            "free": anyone,
+            "compiled": [*compiled] or [*here] or anyone,
+            "planned": [*planned] or [*here] or anyone,
+            "quick": [*quick] or [*here] or anyone,
+        }
+        self._shared = {*compiled, *planned, None}
+        self._compiled = {*compiled, None}
         self._structures: dict[tuple[str | None, int], str] = {}
 
     def draw(self, number: int, kind: str) -> tuple[str, Trial] | None:
@@ -96,53 +110,61 @@ class _Artist:
 
         Args:
             number: The same number draws the same call.
-            kind: "free", "compiled" or "quick": attnroute chooses, or one that compiles or not is named.
+            kind: "free" lets attnroute choose; "compiled", "planned" and "quick" name such a backend.
         """
         rng = Random(f"{self._seed} {number}")  # noqa: S311 - no secret
-        first, second = self._compiled, self._quick
-        names: list[str | None] = [*(first or second if kind == "compiled" else second or first)]
-        backend = None if kind == "free" or not names else rng.choice(names)
-        if backend in self._quick:
-            found = self._taken(backend, lambda: rng, rng)
+        backend = rng.choice(self._named[kind])
+        if backend not in self._shared:
+            found = self._taken(backend, lambda: rng, rng, rng)
             return None if found is None else (str(backend), found)
-        number = rng.randrange(STRUCTURES["free" if backend is None else "compiled"])
+        is_planned = backend not in self._compiled
+        kind = "planned" if is_planned else "free" if backend is None else "compiled"
+        number = rng.randrange(STRUCTURES[kind])
         structure = self._structure(backend, number)
-        found = self._taken(backend, partial(Random, structure), rng)
+        # A plan is for one shape, compiled code for all.
+        sizes = Random(structure) if is_planned else rng  # noqa: S311
+        found = self._taken(backend, partial(Random, structure), sizes, rng)
         return None if found is None else (f"{backend} {number}", found)
 
     def _structure(self, backend: str | None, number: int) -> str:
         """Return the seed of a structure that a backend takes."""
         if (backend, number) not in self._structures:
-            sizes, name = Random(number), ""  # noqa: S311
+            name = ""
             for attempt in range(_STRUCTURES_TRIED):
                 name = f"{self._seed} {backend} {number} {attempt}"
-                if self._taken(backend, partial(Random, name), sizes, most=3) is not None:
+                sizes = Random(name)  # noqa: S311
+                if self._taken(backend, partial(Random, name), sizes, sizes, most=3) is not None:
                     break
             self._structures[backend, number] = name
         return self._structures[backend, number]
 
     def _taken(
-        self, backend: str | None, shape: Callable[[], Random], rng: Random, most: int = _TRIES
+        self,
+        backend: str | None,
+        shape: Callable[[], Random],
+        sizes: Random,
+        values: Random,
+        most: int = _TRIES,
     ) -> Trial | None:
         """Return a drawn call that a backend takes.
 
         Args:
             backend: The backend, None for any.
             shape: Returns what draws the structure.
-            rng: Draws sizes.
+            sizes: Draws sizes.
+            values: Draws what tensors hold.
             most: How many calls are tried.
         """
-        is_quick = backend in self._quick
         for _ in range(most):
             kind = shape()
-            call = _call(kind, rng, self._device, may_compile=is_quick)
+            call = _call(kind, sizes, self._device, may_compile=backend not in self._shared)
             if call is not None and _is_taken(call, backend, self._rows):
                 return Trial(
                     line=render(call),
                     device=self._device,
                     backend=backend,
                     memory=_memory(call, kind),
-                    values=_values(call, rng),
+                    values=_values(call, values),
                 )
         return None
 

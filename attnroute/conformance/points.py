@@ -16,6 +16,7 @@ from attnroute.engine.examples import read_example
 from attnroute.engine.select import Judgement
 from attnroute.errors import AttnRouteError
 from attnroute.question.call import Call, Strides
+from attnroute.question.facts import Facts
 from attnroute.question.facts.sizes import mask_tensor_elements
 from attnroute.question.host import Host, device_of
 from attnroute.question.line import parse, render
@@ -34,6 +35,8 @@ _INSIDE: Final = 2
 """Calls that a row lets pass: one near its own example, one at the edge of its condition."""
 _OUTSIDE: Final = 4
 """Calls that it rejects, those of which all must be right before it counts as too strict."""
+_ARGUED: Final = 2
+"""The same, where the row says why it refuses them although they are right."""
 _LOOKED_AT: Final = 400
 """Calls of which a row is asked about, and of those the backend, for each side."""
 _MOST_WORK: Final = {"cpu": 2**31, "cuda": 2**44}
@@ -134,12 +137,16 @@ class _Finder:
         if inside and not outside:
             outside = self._found([found.call for found in inside], self._outside_of, _OUTSIDE)
         outside = outside or self._found(self._seeds, self._beside_others, _OUTSIDE)
+        if not (inside or outside):
+            return Points(
+                self.row, self.rows.backend, Side(), Side(), "attention() makes no call that it is about"
+            )
         return Points(
             self.row,
             self.rows.backend,
             self._inside(inside),
             self._outside(outside),
-            compiles=self.rows.info.first_call_seconds is not None,
+            compiles=self._compiles,
         )
 
     def _reason(self, is_certain: bool) -> str:
@@ -156,6 +163,10 @@ class _Finder:
             return "the machine does not state a version that the row is about"
         unmade = [name for name in _UNMADE if any(name == field for field, _ in self._conditions)]
         return f"no call with a {unmade[0]} is made here" if unmade else ""
+
+    @property
+    def _compiles(self) -> bool:
+        return self.rows.info.first_call_seconds is not None
 
     @cached_property
     def _device(self) -> str:
@@ -218,7 +229,9 @@ class _Finder:
             yield from neighbours(call, self._conditions)
 
     def _fits(self, call: Call) -> bool:
-        if call.layout == "thd" and call.batch != 1:
+        is_packed = call.layout == "thd"
+        # Lengths of their own for queries and keys of documents only a packed batch states.
+        if (is_packed and call.batch != 1) or (not is_packed and Facts(call)["documents_cross"]):
             return False
         work = call.batch * call.num_heads_q * call.seqlen_q * call.seqlen_kv
         work *= call.head_dim_qk + call.head_dim_v
@@ -274,8 +287,11 @@ class _Finder:
     def _inside(self, calls: list[_Found]) -> Side:
         if not calls:
             return Side(reason="no call was found that the row lets pass and the backend takes")
-        trials = [
-            self._trial(form, memory=memory) for call, _ in calls for form, memory in self._layouts(call)
+        # Where each layout compiles for seconds, one call is tried in all of them.
+        laid = calls[:1] if self._compiles else calls
+        trials = [self._trial(call) for call, _ in calls]
+        trials += [
+            self._trial(form, memory=memory) for call, _ in laid for form, memory in self._layouts(call)
         ]
         trials += [self._trial(call, values=values) for call, _ in calls for values in values_of(call)]
         return Side(tuple(dict.fromkeys(trials)))
@@ -286,6 +302,8 @@ class _Finder:
         kinds: tuple[Values, ...] = ("usual", "low")
         if self.row.rule.kind in _RISKY:
             kinds = (*kinds, "sharp", "equal", "zeros")
+        # What is known to be right is not tried at length.
+        calls = calls[:_ARGUED] if self.row.rule.argued else calls
         trials = []
         for call, past in calls:
             named = ("garbage", *kinds) if is_padded(call) else kinds

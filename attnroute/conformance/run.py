@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from attnroute.api.choices import Choice
     from attnroute.question.call import Call
 
+_LARGE = 2**26
+"""Elements of an output beyond which a call is made once: such calls wait for each other."""
 _TOLD = 300
 """Characters of what an error says."""
 
@@ -166,7 +168,8 @@ def _repeated(
     first: dict[str, torch.Tensor],
 ) -> str:
     """Return what is wrong with a call that repeats an earlier one and goes the short way; "" = nothing."""
-    if trial.values != "usual" or call.context != Context():
+    is_large = max(t.numel() for t in first.values()) > _LARGE
+    if trial.values != "usual" or call.context != Context() or is_large:
         return ""
     second = run(call.dropout_p)
     apart = (
