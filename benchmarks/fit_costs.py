@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from attnroute.engine.costs import Rates, device_ms
 from attnroute.engine.select import select
-from attnroute.engine.work import Work, work_of
+from attnroute.engine.work import Work, steps_of, work_of
 from attnroute.question.policy import Policy
 from attnroute.tables.cards import peak_of
 from attnroute.tables.costs import FOLDER, Trait
@@ -140,10 +140,10 @@ def _points_of(record: Record, hosts: dict[str, list[Sample]]) -> Iterator[tuple
         forward = "forward_few" if work.is_few else "forward"
         yield backend, forward, Point(work, time.forward_ms, is_fit, record.id, weight)
         if is_fit and time.host_us is not None and (record.source, backend) not in CHANGED:
-            scores = given.batch * given.num_heads_q * given.seqlen_q * given.seqlen_kv / 2**20
+            steps = steps_of(final)
             others = [t.first_ms for t in record.times.values() if t.first_ms is not None]
             first = None if time.first_ms is None else time.first_ms - min(others)
-            host = Sample(record.id, given.phase, judgement.repairs, work.traits, scores, time.host_us, first)
+            host = Sample(record.id, given.phase, judgement.repairs, work.traits, steps, time.host_us, first)
             hosts[backend].append(host)
         if time.backward_ms is not None:
             whose = "chunked" if "backward_from_chunked" in judgement.repairs else backend

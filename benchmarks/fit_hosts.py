@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 FEW: Final = 3
 """Calls with a repair or a trait without which nothing is said of what it takes."""
 IN_STEPS: Final = frozenset({"chunked"})
-"""Backends whose host launches a kernel for each part of the scores."""
+"""Backends whose host launches kernels for each part of the scores."""
 ADDING: Final = ("bias_grad", "documents", "function", "key_padding", "prefix", "sink", "softcap", "varlen")
 """Traits for which a package may do more before it launches."""
 PASSES: Final = 40
@@ -39,7 +39,7 @@ class Sample(NamedTuple):
         phase: Forward alone, or with the backward.
         repairs: What was done to the call.
         traits: What it has.
-        scores: How many, in 2^20.
+        steps: Of a backend that computes the scores in parts.
         us: The time.
         first_ms: What the first call of the shape took above the shortest first call of another backend; None
             where nobody timed it.
@@ -49,7 +49,7 @@ class Sample(NamedTuple):
     phase: Phase
     repairs: tuple[str, ...]
     traits: frozenset[str]
-    scores: float
+    steps: float
     us: float
     first_ms: float | None = None
 
@@ -65,7 +65,7 @@ class _Host:
         self.records = [s.record for s in samples]
         self.measured = np.array([s.us for s in samples])
         rows = [
-            [True, s.scores * in_steps, *(name in found for name in self.names)]
+            [True, s.steps * in_steps, *(name in found for name in self.names)]
             for s, found in zip(samples, parts, strict=True)
         ]
         self.columns = np.array(rows, dtype=float)
@@ -87,10 +87,10 @@ class _Host:
 
     def told(self, usual: dict[str, float]) -> dict[str, Any]:
         """Return the numbers as `HostTimes` has them; of repairs that too few calls had, what is usual."""
-        call_us, scores_us, *adding = map(rounded, self.found.tolist())
+        call_us, step_us, *adding = map(rounded, self.found.tolist())
         known = {name: us for name, us in usual.items() if name in self.seldom}
         adding_us = known | dict(zip(self.names, adding, strict=True))
-        told = {"call_us": call_us, "scores_us": scores_us} if scores_us else {"call_us": call_us}
+        told = {"call_us": call_us, "step_us": step_us} if step_us else {"call_us": call_us}
         return told | {"adding_us": {name: us for name, us in sorted(adding_us.items()) if us >= 1}}
 
 

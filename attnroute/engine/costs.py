@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from attnroute.engine.work import Work, work_of
+from attnroute.engine.work import Work, steps_of, work_of
 
 if TYPE_CHECKING:
     from attnroute.question.call import Call
@@ -95,7 +95,7 @@ def cost_of(
         if rates is None:
             return None
         device += device_ms(its_work, rates)
-    host = _host_us(table.host.get(given.phase), given, (*repairs, *work.traits))
+    host = _host_us(table.host.get(given.phase), final, (*repairs, *work.traits))
     kind: Literal["measured", "inferred"] = "measured" if costs.is_own else "inferred"
     source = f"{table.measured.card}, {table.measured.date}"
     return None if host is None else Cost(device, host / 1e3, kind, source)
@@ -146,12 +146,11 @@ def device_ms(work: Work, rates: Rates) -> float:
     return overhead + kernel + work.repair_bytes / (rates.repair_gbs * _GIGA_PER_MS)
 
 
-def _host_us(host: HostTimes | None, given: Call, parts: tuple[str, ...]) -> float | None:
+def _host_us(host: HostTimes | None, final: Call, parts: tuple[str, ...]) -> float | None:
     if host is None:
         return None
-    scores = given.batch * given.num_heads_q * given.seqlen_q * given.seqlen_kv
-    adding = sum(us for part, us in host.adding_us.items() if part in parts)
-    return host.call_us + host.scores_us * scores / 2**20 + adding
+    steps = host.step_us * steps_of(final) if host.step_us else 0.0
+    return host.call_us + steps + sum(us for part, us in host.adding_us.items() if part in parts)
 
 
 def _larger(one: float, other: float) -> float:

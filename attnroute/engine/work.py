@@ -7,6 +7,7 @@ in tiles of 128 queries and keys.
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Final, NamedTuple, get_args
 
 from attnroute.engine.rounding import FEW
@@ -31,6 +32,13 @@ TILE: Final = 128
 """Queries, and keys, that a block of a kernel takes at a time."""
 HALF_TILE: Final = 64
 """The fewest queries that tensor cores work on."""
+_STEP: Final = 2**26
+"""Scores that `chunked` holds at a time."""
+_WORTH_A_BLOCK: Final = 2**23
+"""Scores for which it makes one block of queries more."""
+_BLOCKS: Final = 4.0
+_BLOCK_LEAST: Final = 256
+_BLOCK_MOST: Final = 1024
 _ROWS_LOOKED_AT: Final = 64
 _MEASURED_BYTES: Final = 2
 """Of an element: rates of products are those of 16-bit numbers."""
@@ -133,6 +141,22 @@ def work_of(given: Call, final: Call, repairs: tuple[str, ...], extra_bytes: int
         traits=_traits(given, final, repairs),
         is_few=seqlen_q <= FEW and final.layout != "thd" and is_one,
     )
+
+
+def steps_of(final: Call) -> float:
+    """Return in about how many steps a backend goes through the scores of a call that holds a part at a time.
+
+    Where a mask leaves keys out, queries go in up to four blocks, each of which skips some.
+    """
+    queries = final.seqlen_q
+    scores = float(final.batch * final.num_heads_q * queries)
+    if not any(isinstance(n, CausalNode | WindowNode | DocumentsNode) for n in final.mask):
+        return ceil(scores * final.seqlen_kv / _STEP)
+    blocks = min(max(scores * final.seqlen_kv / _WORTH_A_BLOCK, 1.0), _BLOCKS, queries / _BLOCK_LEAST)
+    blocks = max(1.0, blocks, queries / _BLOCK_MOST)
+    keys = max(part.keys for part in (_tiles(final.mask, n, m) for n, m, _ in _sequences(final, final)))
+    keys = min(keys + queries / blocks, final.seqlen_kv)
+    return max(blocks, ceil(scores * keys / _STEP))
 
 
 _FREE: Final = frozenset({"recognize_mask", "from_varlen", "backward_from_chunked"})

@@ -92,13 +92,13 @@ class HostTimes(_Part):
     Attributes:
         call_us: A call as it is.
         plan_ms: What the first call of each shape takes besides, in milliseconds, of a backend that plans it.
-        scores_us: What each 2^20 scores add, of a backend that runs in steps of so many.
+        step_us: What each step adds, of a backend that computes the scores in parts (`engine.work.steps_of`).
         adding_us: What repairs and traits add.
     """
 
     call_us: Positive
     plan_ms: NotNegative = 0.0
-    scores_us: NotNegative = 0.0
+    step_us: NotNegative = 0.0
     adding_us: dict[Repair | Trait, NotNegative] = {}
 
 

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnroute.engine.costs import cost_of
+from attnroute.engine.decide import decide
 from attnroute.engine.evaluate import Form, prepared
 from attnroute.engine.rounding import rounded
 from attnroute.engine.select import Judgement
-from attnroute.engine.work import work_of
+from attnroute.engine.work import steps_of, work_of
+from attnroute.executors.chunked.plan import ACCELERATOR, Geometry, Limits, make_plan
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.question.normalize import normalize
@@ -161,3 +163,30 @@ def test_the_files_are_what_is_fitted():
         assert fit_costs.is_like(path.read_text(encoding="utf-8"), text), (
             f"run benchmarks.fit_costs: {backend}"
         )
+
+
+@pytest.mark.parametrize(
+    ("line", "steps"),
+    [
+        ("bf16 b1 hq8 sq128 d64", 1),
+        ("bf16 b8 hq16 sq729 d72", 2),
+        ("bf16 b1 hq24 sq16384 d128", 96),
+        ("bf16 b1 hq8 sq4096 d320 causal", 4),
+        ("bf16 b1 hq32 sq16384 d128 causal", 128),
+        ("bf16 b4 hq8 sq64 skv4096 d128 causal=bottom_right", 1),
+    ],
+)
+def test_steps_are_about_those_of_chunked(line, steps):
+    call = normalize(parse(line))
+    band = Limits(None, call.seqlen_kv - call.seqlen_q + 1) if call.mask else Limits()
+    group = call.num_heads_q // call.num_heads_kv
+    shape = Geometry(call.batch, call.num_heads_kv, group, call.seqlen_q, call.seqlen_kv)
+    plan = make_plan(shape, band, ACCELERATOR)
+    assert len(plan.chunks) * len(plan.blocks) == steps == steps_of(call)
+
+
+def test_a_step_costs_the_host_what_its_launches_take():
+    short, long = (parse(f"bf16 b1 hq8 sq{length} d320 causal") for length in (512, 8192))
+    found = [decide(call, H200).verdict("chunked").prediction.host_ms for call in (short, long)]
+    per_step = costs_of(TABLES, "sm_90", "chunked").table.host["inference"].step_us / 1e3
+    assert found[1] - found[0] == pytest.approx(per_step * (steps_of(long) - steps_of(short)))

@@ -16,13 +16,17 @@ from attnroute.tables.load import load
 from benchmarks import recorded, replay, shortfall
 
 MEAN = {
-    "everything": {"fit": 1.029, "unseen": 1.036},
-    "torch alone": {"fit": 1.024, "unseen": 1.034},
+    "everything": {"fit": 1.026, "unseen": 1.040},
+    "torch alone": {"fit": 1.023, "unseen": 1.036},
 }
-"""Geometric means of the choice's time over the best one's, by what is installed and by part."""
-FAR = {"everything": 57, "torch alone": 52}
+"""Geometric means of the choice's time over the best one's, by what is installed and by part.
+
+No fit reads the unseen part. People who changed the model have looked at its misses, but for those of the 54
+calls of `h200-torch2.11-grid-fresh`.
+"""
+FAR = {"everything": 62, "torch alone": 61}
 """How many choices may take more than 1.15 of the best one's time."""
-SLOWER = {"everything": 57, "torch alone": 50}
+SLOWER = {"everything": 65, "torch alone": 57}
 """How many may take more than 1.02 of the time of stock's kernel."""
 PRINTED = 10
 
