@@ -97,8 +97,12 @@ def class_of_keys(call: Call, arch: str, tables: Tables) -> Hashable | None:
     if not _is_padding(call) or call.seqlen_kv < _few_keys(call):
         return None
     facts = Facts(call)
-    size = rounded(call.seqlen_kv) if _has_costs(tables, arch) else None
-    return (_answers(facts, _key_checks(tables, arch)), size, _grows(facts))
+    return (_answers(facts, _key_checks(tables, arch)), _size(call.seqlen_kv, arch, tables), _grows(facts))
+
+
+def _size(number: int, arch: str, tables: Tables) -> int | None:
+    """Return what a number of keys counts as where times put backends in order."""
+    return rounded(number) if _has_costs(tables, arch) else None
 
 
 def _grows(facts: Facts) -> Hashable:
@@ -142,7 +146,7 @@ def span_of(call: Call, arch: str, tables: Tables) -> Span | None:
 
     def asked(number: int) -> Hashable:
         facts = Facts(call.changed(seqlen_kv=number))
-        return rounded(number), _answers(facts, ordered), _grows(facts)
+        return _size(number, arch, tables), _answers(facts, ordered), _grows(facts)
 
     first = call.seqlen_kv
     now, numbers = asked(first), range(first, _KEYS_KEPT * first)
