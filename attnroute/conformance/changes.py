@@ -139,12 +139,8 @@ def _dtype(call: Call, value: str) -> list[Changes]:
 
 
 def _heads(call: Call, value: int) -> list[Changes]:
-    alike = {"num_heads_q": value, "num_heads_kv": value}
-    return (
-        [alike, {"num_heads_q": value}]
-        if call.num_heads_q == call.num_heads_kv
-        else [{"num_heads_q": value}, alike]
-    )
+    alike, apart = {"num_heads_q": value, "num_heads_kv": value}, {"num_heads_q": value}
+    return [alike, apart] if call.num_heads_q == call.num_heads_kv else [apart, alike]
 
 
 def _heads_kv(call: Call, value: int) -> list[Changes]:
@@ -346,7 +342,9 @@ _CHANGES: Final[dict[str, Callable[[Call, Any], list[Changes]]]] = {
     "qkv_last_dim_contiguous": _part("strides", "last_dim_contiguous"),
     "qkv_packed": _part("strides", "packed"),
     "qkv_tokens_contiguous": _part("strides", "tokens_contiguous"),
-    "qkv_aligned_16": _part("strides", "aligned_16"),
+    "qkv_aligned_16": lambda call, value: [
+        {"strides": call.strides.changed(aligned_16=value, packed=packed)} for packed in (True, value)
+    ],
     "kv_heads_expanded": _expanded,
     "compiled": _part("context", "compiled"),
     "cuda_graph": _part("context", "cuda_graph"),

@@ -105,6 +105,8 @@ def _stored(call: Call, device: str, shape: tuple[int, int, int], order: str, *,
         return _filled(call, device, (1, tokens, width), order).expand(-1, heads, -1, -1)
     if not strides.last_dim_contiguous:
         return _filled(call, device, (heads, tokens, 2 * width), order)[..., ::2]
+    if not (strides.packed or strides.aligned_16):
+        return _filled(call, device, (heads, tokens, width + 1), order)[..., :width]
     if not strides.packed:
         # As where query, key and value are parts of one projection.
         if order.index("h") > order.index("s"):
