@@ -35,7 +35,7 @@ _INSIDE: Final = 2
 """Calls that a row lets pass: one near its own example, one at the edge of its condition."""
 _OUTSIDE: Final = 4
 """Calls that it rejects, those of which all must be right before it counts as too strict."""
-_ARGUED: Final = 2
+_ARGUED: Final = 3
 """The same, where the row says why it refuses them although they are right."""
 _LOOKED_AT: Final = 400
 """Calls of which a row is asked about, and of those the backend, for each side."""
