@@ -42,6 +42,8 @@ _KEPT: Final = 4096
 _FAMILIES_KEPT: Final = 256
 _VARIANTS: Final = 8
 """Kinds of tensors that are told apart under one key: layers on other devices, layers that do not train."""
+STEPS_IN_A_ROW: Final = 4
+"""After calls of one shape in a row that make so many steps of a model, they are none: the shape stays."""
 _ALIGNMENT_BITS: Final = 15
 _OF_MASK: Final = 4
 """Where a place has the mask."""
@@ -75,6 +77,8 @@ _REPEATS: Memory[object, tuple[Repeat, ...]] = Memory(_KEPT, f"{__name__}._REPEA
 _FAMILIES: Memory[object, tuple[Family, ...]] = Memory(
     _FAMILIES_KEPT, f"{__name__}._FAMILIES", "when any backend fails"
 )
+_LATEST: Memory[str, RouteKey] = Memory(1, f"{__name__}._LATEST", "with the next call that is counted")
+"""The last call of a shape that may turn out to last."""
 
 
 def run(arguments: tuple[Any, ...]) -> Output | None:
@@ -193,7 +197,7 @@ def _kept(
     if bound is not None and given.layout == "bshd":
         bound = _heads_first(bound)
     if route.choice.repaid_after is not None and key is not None:
-        bound = _counted(bound, route.choice.repaid_after, lambda: _end(place, key))
+        bound = _counted(bound, route.choice, key, lambda: _end(place, key))
     new = Repeat(check, environment(), route, bound)
     _REPEATS.put(place, (new, *(_REPEATS.get(place) or ())[: _VARIANTS - 1]))
     return new
@@ -325,13 +329,22 @@ def _heads_first(run: Bound) -> Bound:
     return heads_first
 
 
-def _counted(run: Bound | None, calls: int, end: Callable[[], None]) -> Bound:
-    """Make a way count its calls, which may be off by one for each thread, and end after so many."""
+def _counted(run: Bound | None, choice: Choice, key: RouteKey, end: Callable[[], None]) -> Bound:
+    """Make a way count its calls, which threads may do twice, and end when the shape proves to last.
+
+    That is when its calls would have repaid a plan, or more follow each other than a step of a model has.
+    """
+    left, row, most = choice.repaid_after or 0, 0, STEPS_IN_A_ROW * choice.policy.calls_per_step
 
     def counted(*tensors: Tensor | None) -> Tensor | None:
-        nonlocal calls
-        calls -= 1
-        if calls <= 0:
+        nonlocal left, row
+        left -= 1
+        if _LATEST.get("key") is key:
+            row += 1
+        else:
+            _LATEST.put("key", key)
+            row = 1
+        if left <= 0 or row >= most:
             end()
         return None if run is None else run(*tensors)
 
