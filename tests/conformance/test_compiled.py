@@ -144,3 +144,10 @@ def test_words_that_do_not_fit_are_one_sentence(words, said, capsys):
 def test_every_call_that_is_asked_about_is_there_once():
     calls = beside.lines()
     assert len(calls) == len(set(calls)) > 100
+
+
+def test_the_tables_accept_nothing_that_was_recorded_not_to_compile(capsys):
+    code, said, _ = run(capsys, "audit", "fa4", "--compile", "--all")
+    assert code == 0, said
+    assert "flash-attn-4 4.0.0b36:" in said
+    assert said.count(" 0 too loose") == said.count("answers")
