@@ -13,7 +13,7 @@ from attnroute.errors import ArgumentError
 from attnroute.tables.folders import ANY, SEVERAL
 
 if TYPE_CHECKING:
-    from attnroute.conformance.report import Entry, Report
+    from attnroute.conformance.report import Entry, Report, Verdict
     from attnroute.tables.folders import Tables
     from attnroute.tables.rows import RuleRow
 
@@ -57,7 +57,7 @@ def apply(report: Report, ref: str, tables: Tables, *, write: bool = True) -> Ap
         if entry.verdict != "not installed":
             by_rule[entry.rule].append(entry)
     rows = {row.id: row for row in tables.all_rows() if row.id in by_rule}
-    notes = {rule: _note(by_rule[rule]) for rule in rows}
+    notes = {rule: _note(by_rule[rule], is_argued=bool(row.rule.argued)) for rule, row in rows.items()}
     items: dict[Path, list[tuple[RuleRow, str]]] = defaultdict(list)
     applied = Applied([], [], [], [], [])
     for rule, row in rows.items():
@@ -77,13 +77,19 @@ def apply(report: Report, ref: str, tables: Tables, *, write: bool = True) -> Ap
     return applied
 
 
-def _note(entries: list[Entry]) -> str | None:
-    """Return what the evidence of a row says beside its report, as TOML; None where it does not hold."""
+def _note(entries: list[Entry], *, is_argued: bool) -> str | None:
+    """Return what the evidence of a row says beside its report, as TOML; None where it does not hold.
+
+    Args:
+        entries: What a report says of the row.
+        is_argued: The row says by now why it refuses what runs.
+    """
     # What could not be tried of one backend says nothing against the row.
     tried = [entry for entry in entries if entry.inside or entry.outside]
-    if not tried or any(entry.verdict not in ("holds", "argued") for entry in tried):
+    strict: set[Verdict] = {"argued", "too strict"} if is_argued else {"argued"}
+    if not tried or any(entry.verdict not in ("holds", *strict) for entry in tried):
         return None
-    if any(entry.verdict == "argued" for entry in tried):
+    if any(entry.verdict in strict for entry in tried):
         return ', note = "what it takes; what it refuses is right too"'
     sides = {"what it takes" if entry.inside else "what it refuses" for entry in tried if entry.reason}
     return f', note = "{" and ".join(sorted(sides))} alone"' if sides else ""

@@ -89,8 +89,10 @@ def _run(trial: Trial, *, look: bool) -> Outcome:
     values.fill(problem, trial.values)
     if call.dropout_p and (call.context.compiled or call.context.cuda_graph):
         return Outcome(status="untested", said="what is dropped is read off eager calls only")
-    if call.dropout_p and not dropout.is_readable(call) and trial.values not in ("usual", "zeros"):
-        return Outcome(status="untested", said="so many dropped weights are told from normal numbers only")
+    is_plain = trial.values in ("usual", "zeros") and not call.strides.kv_heads_expanded
+    if call.dropout_p and not dropout.is_readable(call) and not is_plain:
+        said = "so many dropped weights are told from normal numbers with heads of their own only"
+        return Outcome(status="untested", said=said)
     # What is dropped only the kernel knows.
     want = {} if call.dropout_p else gate.truth(problem, call)
     if trial.values == "garbage":
