@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from attnroute.conformance.points import Points, is_big, points_of, stock_rows
+from attnroute.conformance.points import Points, points_of, size_of, stock_rows
 from attnroute.conformance.pool import Job, Pool, Results
 from attnroute.conformance.report import Entry, Half, Report, Result, entry_of
 from attnroute.conformance.trials import Trial
@@ -50,7 +50,8 @@ def processes(device: str) -> int:
 def key_of(points: Points, side: Side) -> str:
     """Return what one side of a row is remembered under: another row or other calls are another key."""
     trials = "\n".join(trial.model_dump_json() for trial in _trials(points, side))
-    said = hashlib.sha256(f"{points.row.rule.model_dump_json(exclude={'evidence'})}\n{trials}".encode())
+    row = points.row.rule.model_dump_json(exclude={"evidence", "because", "argued"})
+    said = hashlib.sha256(f"{row}\n{trials}".encode())
     return f"{points.row.id} {points.backend} {side} {said.hexdigest()[:12]}"
 
 
@@ -63,7 +64,7 @@ def jobs_of(points: Points) -> Iterator[Job]:
     for side in SIDES:
         if trials := _trials(points, side):
             seconds = len(trials) * _SECONDS[points.compiles]
-            yield Job(key_of(points, side), points.backend, side, trials, is_big(trials), seconds)
+            yield Job(key_of(points, side), points.backend, side, trials, size_of(trials), seconds)
 
 
 class Campaign:

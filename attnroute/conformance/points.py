@@ -43,8 +43,8 @@ _MOST_WORK: Final = {"cpu": 2**31, "cuda": 2**44}
 """Multiplications of a call that is run: a second, about, with its reference."""
 _MOST_BYTES: Final = {"cpu": 2**28, "cuda": 18 * 2**30}
 """Bytes of query, key, value, output and mask."""
-BIG_BYTES: Final = 2**29
-"""A call that takes more runs alone on the device."""
+_LARGE: Final = 2**29
+"""Bytes of a call beyond which it is not run beside too many others."""
 _RISKY: Final = frozenset({"crash", "hang", "wrong_result"})
 _MOST_LIFTED: Final = 4
 """Rows past which a kernel is given a call that several of them reject."""
@@ -379,6 +379,7 @@ def bytes_of(call: Call) -> int:
     return elements * DTYPE_BYTES[call.dtype]
 
 
-def is_big(trials: Iterable[Trial]) -> bool:
-    """Return whether a trial takes so much memory that it runs alone."""
-    return any(bytes_of(parse(trial.line)) > BIG_BYTES for trial in trials)
+def size_of(trials: Iterable[Trial]) -> int:
+    """Return the bytes of the largest call where those are many, else 0."""
+    size = max((bytes_of(parse(trial.line)) for trial in trials), default=0)
+    return size if size > _LARGE else 0

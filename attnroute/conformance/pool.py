@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -30,7 +31,9 @@ _KEPT_BYTES: Final = 2**29
 """Device memory that a process keeps between two trials."""
 _WAIT: Final = 0.05
 """Seconds until a worker without a job looks for one again: jobs may still be drawn."""
-_ALONE: Final = "alone"
+_LARGE: Final = "large"
+_TOGETHER: Final = 18 * 2**30
+"""Bytes of tensors of large calls that run at the same time; with gradients and truth they take the card."""
 _THREADS: Final = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Processes side by side share the cores."""
 
@@ -44,7 +47,7 @@ class Job(NamedTuple):
         side: "outside": it ends with the first failure, and with it the process; "inside": failures are few;
             "drawn": each trial is by itself, and whose kernel ran is told by the route.
         trials: What is run.
-        alone: It takes much memory.
+        size: Bytes of the tensors of its largest call where those are many, else 0.
         seconds: What it takes, about: groups that take longer are begun by more workers.
     """
 
@@ -52,7 +55,7 @@ class Job(NamedTuple):
     group: str
     side: Literal["inside", "outside", "drawn"]
     trials: tuple[Trial, ...]
-    alone: bool = False
+    size: int = 0
     seconds: float = 1.0
 
 
@@ -124,6 +127,7 @@ class Pool:
         self.count = count
         self.until = until
         self._lock = threading.Lock()
+        self._held = 0
         self._stopped = threading.Event()
         self._given = threading.Event()
 
@@ -146,7 +150,7 @@ class Pool:
         try:
             for job in jobs:
                 with self._lock:
-                    queues.setdefault(_ALONE if job.alone else job.group, deque()).append(job)
+                    _put(job, queues)
                 if time.monotonic() >= self.until:
                     break
             self._given.set()
@@ -169,9 +173,11 @@ class Pool:
         while not self._stopped.is_set() and time.monotonic() < self.until:
             with self._lock:
                 busy[group] -= 1
-                group = group if queues.get(group) else _next(queues, busy)
+                if group == _LARGE or not queues.get(group):
+                    group = _next(queues, busy, self._held)
                 job = queues[group].popleft() if queues.get(group) else None
                 busy[group] += 1
+                self._held += job.size if job is not None else 0
             if job is None:
                 if self._given.is_set() and not any(queues.values()):
                     break
@@ -179,19 +185,29 @@ class Pool:
                 continue
             results = run_job(worker, job, self.until)
             with self._lock:
+                self._held -= job.size
                 if not self._stopped.is_set():
                     handle(job, results)
         worker.end()
 
 
-def _next(queues: dict[str, deque[Job]], busy: Counter[str]) -> str:
-    """Return the group that needs one more worker most; large jobs get the first one, and never a second."""
-    if queues.get(_ALONE) and busy[_ALONE] <= 0:
-        return _ALONE
+def _put(job: Job, queues: dict[str, deque[Job]]) -> None:
+    """Put a job where it waits: large ones together, the smallest first."""
+    if not job.size:
+        queues.setdefault(job.group, deque()).append(job)
+    else:
+        queues[_LARGE] = deque(sorted((*queues.get(_LARGE, ()), job), key=attrgetter("size")))
+
+
+def _next(queues: dict[str, deque[Job]], busy: Counter[str], held: int) -> str:
+    """Return the group that needs one more worker most; large calls first, as many as have room."""
+    large = queues.get(_LARGE)
+    if large and (not held or held + large[0].size <= _TOGETHER):
+        return _LARGE
     left = {
         name: sum(job.seconds for job in jobs) / (1 + max(0, busy[name]))
         for name, jobs in queues.items()
-        if name != _ALONE
+        if name != _LARGE
     }
     return max(left, key=left.__getitem__, default="")
 

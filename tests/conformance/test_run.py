@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -141,3 +143,14 @@ def test_a_gradient_with_one_wrong_row_is_found_beside_roundings():
     assert wrong(problem, call, got, want) == ""
     got["value"][0, 0, 0] *= 1.5
     assert "gradient of value" in wrong(problem, call, got, want)
+
+
+def test_large_calls_run_together_as_far_as_they_have_room():
+    queues, room = {}, pool._TOGETHER
+    jobs = [Job(f"{n}", "flash", "inside", (trial(),), size=size) for n, size in enumerate((room, 9, 5, 0))]
+    for job in jobs:
+        pool._put(job, queues)
+    assert [job.size for job in queues["large"]] == [5, 9, room]
+    assert pool._next(queues, Counter(), 0) == "large"
+    assert pool._next(queues, Counter(), room - 5) == "large"
+    assert pool._next(queues, Counter(), room - 4) == "flash"
