@@ -29,10 +29,12 @@ _LEAVE: Final = 2.0
 """Seconds in which a process may end by itself, so that it leaves nothing behind."""
 _KEPT_BYTES: Final = 2**29
 """Device memory that a process keeps between two trials."""
+_NO_ROOM: Final = "OutOfMemoryError"
+_UNTIL_ROOM: Final = 3.0
 _WAIT: Final = 0.05
 """Seconds until a worker without a job looks for one again: jobs may still be drawn."""
 _LARGE: Final = "large"
-_TOGETHER: Final = 18 * 2**30
+_TOGETHER: Final = 10 * 2**30
 """Bytes of tensors of large calls that run at the same time; with gradients and truth they take the card."""
 _THREADS: Final = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Processes side by side share the cores."""
@@ -221,6 +223,10 @@ def run_job(worker: Worker, job: Job, until: float = float("inf")) -> Results:
         limit = LIMIT[trial.device] / (2 if trial.past else 1)
         is_new = worker.is_new
         outcome = worker.ask(trial, limit, look=job.side != "drawn")
+        if outcome.said.startswith(_NO_ROOM):
+            # Calls of other processes have it for some seconds.
+            time.sleep(_UNTIL_ROOM)
+            outcome = worker.ask(trial, limit, look=job.side != "drawn")
         if outcome.status in FAILURES and job.side != "outside" and not is_new:
             outcome = _again(worker, trial, outcome, limit)
         found.append((trial, outcome))
