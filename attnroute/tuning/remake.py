@@ -124,7 +124,8 @@ def _moved(tensor: Tensor) -> Tensor:
 
 def _numbers(call: Call) -> dict[str, Any]:
     found: dict[str, Any] = {"layout": call.layout, "softcap": call.softcap, "dropout_p": call.dropout_p}
-    found |= {"return_lse": call.return_lse, "deterministic": call.deterministic}
+    # As most calls leave it: what states it never goes the short way.
+    found |= {"return_lse": call.return_lse, "deterministic": call.deterministic or None}
     if call.scale != "positive":
         found["scale"] = 0.0 if call.scale == "zero" else -(call.head_dim_qk**-0.5)
     return found

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from attnroute.api import repeats
 from attnroute.api.trace import TracedCall
 from attnroute.conformance import kernels, pool, run, values
 from attnroute.conformance.judge import wrong
@@ -154,3 +155,43 @@ def test_large_calls_run_together_as_far_as_they_have_room():
     assert pool._next(queues, Counter(), 0) == "large"
     assert pool._next(queues, Counter(), room - 5) == "large"
     assert pool._next(queues, Counter(), room - 4) == "flash"
+
+
+def test_a_call_that_repeats_an_earlier_one_is_held_too(monkeypatch):
+    honest = repeats.run
+
+    def wrong(arguments):
+        found = honest(arguments)
+        return found and (found[0] * 1.5, found[1])
+
+    monkeypatch.setattr(repeats, "run", wrong)
+    outcome = run.run(trial())
+    assert outcome.status == "wrong"
+    assert outcome.said.startswith("the first call is right, the third is not")
+
+
+def test_deterministic_calls_are_alike_to_the_last_bit(monkeypatch):
+    honest = run._kernel
+    monkeypatch.setattr(
+        run, "_kernel", lambda *given: {n: t + 1e-6 * torch.rand_like(t) for n, t in honest(*given).items()}
+    )
+    assert run.run(trial(f"{SMALL} train")).status == "right"
+    outcome = run.run(trial(f"{SMALL} train deterministic"))
+    assert outcome.status == "wrong"
+    assert "to the last bit" in outcome.said
+
+
+def test_a_failure_behind_other_calls_is_tried_again_in_a_new_process(monkeypatch):
+    class Told(Worker):
+        is_new = False
+
+        def ask(self, trial, limit, *, look=True):
+            status = "right" if self.is_new else "wrong"
+            return Outcome(status=status, said="" if self.is_new else "by a half", ran="flash")
+
+        def end(self):
+            self.is_new = True
+
+    ((_, outcome),) = run_job(Told(), Job("flash", "flash", "inside", (trial(),)))
+    assert outcome.status == "right"
+    assert outcome.said == "right in a new process; behind other calls wrong: by a half"
