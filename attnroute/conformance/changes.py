@@ -243,10 +243,10 @@ def _bias(make: Callable[[Call], Any]) -> Callable[[Call, bool], list[Changes]]:
     return lambda call, value: [{"bias": make(call) if value else None}]
 
 
-def _bias_dtype(call: Call, value: bool) -> list[Changes]:
+def _bias_dtype(call: Call, value: bool, *others: str) -> list[Changes]:
     if not isinstance(call.bias, DenseBias):
         return []
-    other = "float32" if call.dtype != "float32" else "bfloat16"
+    other = next(name for name in others if name != call.dtype)
     return [{"bias": call.bias.changed(dtype=call.dtype if value else other)}]
 
 
@@ -335,7 +335,8 @@ _CHANGES: Final[dict[str, Callable[[Call, Any], list[Changes]]]] = {
     "dense_bias": _bias(lambda call: DenseBias(dtype=call.dtype, shape=_full(call))),
     "alibi": _bias(lambda _: AlibiBias()),
     "function_bias": _bias(lambda _: FunctionBias()),
-    "bias_is_query_dtype": _bias_dtype,
+    "bias_is_query_dtype": lambda *call: _bias_dtype(*call, "float32", "bfloat16"),
+    "bias_is_query_dtype_or_float32": lambda *call: _bias_dtype(*call, "bfloat16", "float16"),
     "bias_requires_grad": _bias_grad,
     "only_bias_requires_grad": _only_bias,
     "dropout_is_sixteenth": lambda call, value: [{"dropout_p": call.dropout_p and 0.125 if value else 0.1}],

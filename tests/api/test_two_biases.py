@@ -1,4 +1,4 @@
-"""A float mask beside a bias: both are added up in enough digits, and each gets its gradient in its dtype."""
+"""A float mask beside a bias, each with a gradient in its dtype; a bias of more digits than the query."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from support.reference import TOLERANCE, attend, error
+from support.spy import Spy
 
 import attnroute
 
@@ -100,3 +101,22 @@ def test_compiled(layout):
     out = run(*given, mask, bias=bias, layout=layout)
     out = out.transpose(1, 2) if layout == "bshd" else out
     assert error(out, attend(*inputs, bias=mask.double() + bias.double())[0]) <= 3e-4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("query", HALVES)
+def test_the_cpu_kernel_takes_a_float32_bias_beside_16_bits(query, layout):
+    inputs, bias = problem(query), normal(torch.float32, layout)
+    with Spy() as spy:
+        out = attnroute.attention(*inputs, bias=bias)
+    assert {"aten::_scaled_dot_product_flash_attention_for_cpu"} == {
+        name for name in spy.seen if "attention" in name or "_to_copy" in name
+    }
+    grad = torch.randn_like(out)
+    copies = [t.detach().double().requires_grad_() for t in inputs]
+    want, _ = attend(*copies, bias=bias.double())
+    assert error(out, want) <= TOLERANCE[query]
+    for found, true in zip(
+        torch.autograd.grad(out, inputs, grad), torch.autograd.grad(want, copies, grad.double()), strict=True
+    ):
+        assert error(found, true) <= 4 * TOLERANCE[query]

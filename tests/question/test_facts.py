@@ -111,6 +111,7 @@ def test_the_facts_of_a_plain_call():
         "mask_has_query_dim": False,
         "dense_bias": False,
         "bias_is_query_dtype": True,
+        "bias_is_query_dtype_or_float32": True,
         "bias_requires_grad": False,
         "only_bias_requires_grad": False,
         "empty_rows": "none",
@@ -208,6 +209,9 @@ SURROUNDED = Context(compiled=True, cuda_graph=True, transform="vmap", distribut
             {"bias": TRAINED},
             {"mask_aligned": False, "mask_has_query_dim": False, "bias_is_query_dtype": False},
         ),
+        ({"bias": TRAINED}, {"bias_is_query_dtype_or_float32": True}),
+        ({"bias": TRAINED.changed(dtype="float16")}, {"bias_is_query_dtype_or_float32": False}),
+        ({"bias": TRAINED.changed(dtype="bfloat16")}, {"bias_is_query_dtype_or_float32": True}),
         (
             {"bias": TRAINED},
             {"dense_bias": True, "bias_requires_grad": True, "only_bias_requires_grad": False},

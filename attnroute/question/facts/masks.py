@@ -194,6 +194,12 @@ def bias_is_query_dtype(call: Call) -> bool:
 
 
 @fact()
+def bias_is_query_dtype_or_float32(call: Call) -> bool:
+    """The same as bias_is_query_dtype, or the bias tensor is float32."""
+    return bias_is_query_dtype(call) or (isinstance(call.bias, DenseBias) and call.bias.dtype == "float32")
+
+
+@fact()
 def bias_requires_grad(call: Call) -> bool:
     """The bias, the ALiBi slopes or a tensor that a score_mod reads require grad."""
     return call.bias is not None and call.bias.requires_grad
