@@ -34,7 +34,7 @@ _UNTIL_ROOM: Final = 3.0
 _WAIT: Final = 0.05
 """Seconds until a worker without a job looks for one again: jobs may still be drawn."""
 _LARGE: Final = "large"
-_TOGETHER: Final = 10 * 2**30
+_TOGETHER: Final = 17 * 2**30
 """Bytes of tensors of large calls that run at the same time; with gradients and truth they take the card."""
 _THREADS: Final = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Processes side by side share the cores."""
