@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Final
 
 from attnroute.memory import REFUSED, Memory
-from attnroute.question.facts import LENGTH_FACTS, facts_of
+from attnroute.question.facts import BATCH_FACTS, LENGTH_FACTS, facts_of
 from attnroute.question.normalize import normalize
 from attnroute.question.policy import Policy, merge
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attnroute.question.call import Call
     from attnroute.question.host import Host
 
-_IGNORED: Final = LENGTH_FACTS | {"batch", "compiled", "cuda_graph", "dispatch_mode", "transform"}
+_IGNORED: Final = LENGTH_FACTS | BATCH_FACTS | {"compiled", "cuda_graph", "dispatch_mode", "transform"}
 """A kernel is compiled for all batches and lengths, and refuses eager and traced calls alike."""
 
 _KEPT: Final = 1024

@@ -13,7 +13,7 @@ from attnroute.engine import repairs
 from attnroute.engine.evaluate import ROUTE_SCOPES, certainly_holds, may_apply, prepared
 from attnroute.engine.quadratic import SMALL_MASK, tensor_bytes
 from attnroute.engine.rank import may_precede, preferred, time_ms
-from attnroute.question.facts import LENGTH_FACTS, Facts, facts_of
+from attnroute.question.facts import BATCH_FACTS, LENGTH_FACTS, Facts, facts_of
 from attnroute.question.nodes import AlibiBias
 from attnroute.tables import conditions
 from attnroute.tables.preferences import preferences
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attnroute.tables.folders import Tables
     from attnroute.tables.schema import Option, Preference
 
-OPEN: Final = frozenset({*LENGTH_FACTS, "batch"})
+OPEN: Final = LENGTH_FACTS | BATCH_FACTS
 """The fields that a tracer may leave open."""
 
 Condition = tuple[str, "Spec"]

@@ -57,6 +57,8 @@ def test_the_facts_of_a_plain_call():
     assert facts_of(SQUARE) == {
         "dtype": "bfloat16",
         "batch": 2,
+        "batch_heads_q": 2 * 32,
+        "batch_heads_kv": 2 * 8,
         "num_heads_q": 32,
         "num_heads_kv": 8,
         "is_gqa": True,
@@ -304,6 +306,7 @@ def test_a_length_that_varies_makes_everything_vary_that_depends_on_it(name):
 def test_a_batch_that_varies_leaves_the_lengths_alone():
     facts = facts_of(SQUARE.with_(mask=(BOTTOM_RIGHT,), context=Context(dynamic=("batch",))))
     assert (facts["batch"], facts["score_elements"]) == (Varies(1), Varies(32 * 192 * 192))
+    assert (facts["batch_heads_q"], facts["batch_heads_kv"]) == (Varies(32), Varies(8))
     assert (facts["alignment"], facts["empty_rows"], facts["seqlens_equal"]) == ("square", "none", True)
 
 

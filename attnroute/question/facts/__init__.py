@@ -12,11 +12,13 @@ from attnroute.question.facts.empty import empty_rows_of
 from attnroute.question.facts.registry import FACTS, UNKNOWN, Fact, Facts, Unknown, Value, Varies, facts_of
 from attnroute.vocabulary import Feature
 
-__all__ = ["FACTS", "LENGTH_FACTS", "UNKNOWN", "Fact", "Facts", "Unknown", "Value", "Varies"]
+__all__ = ["BATCH_FACTS", "FACTS", "LENGTH_FACTS", "UNKNOWN", "Fact", "Facts", "Unknown", "Value", "Varies"]
 __all__ += ["empty_rows_of", "facts_of", "needed_features"]
 
 LENGTH_FACTS: Final = frozenset(name for name, fact in FACTS.items() if fact.reads_length)
 """The facts whose value changes with every length: calls are sorted by what rows ask about them."""
+BATCH_FACTS: Final = frozenset({"batch", "batch_heads_q", "batch_heads_kv"})
+"""The other facts that a batch size takes part in."""
 _FLAGS: Final = tuple((name, fact.feature) for name, fact in FACTS.items() if fact.feature is not None)
 _TRANSFORMS: Final = ("double_backward", "forward_ad", "vmap")
 

@@ -39,6 +39,18 @@ field("num_heads_q", "query heads", "number")
 field("num_heads_kv", "key/value heads", "number")
 
 
+@fact("number")
+def batch_heads_q(call: Call) -> int | Varies:
+    """Batch size times query heads."""
+    return _product(batch(call), call.num_heads_q)
+
+
+@fact("number")
+def batch_heads_kv(call: Call) -> int | Varies:
+    """Batch size times key/value heads."""
+    return _product(batch(call), call.num_heads_kv)
+
+
 @fact()
 def is_gqa(call: Call) -> bool:
     """Key/value heads are fewer than query heads."""
