@@ -52,7 +52,7 @@ _FIXED: Final = operator.attrgetter(
 """Every field of a call but its lengths, mask and bias."""
 QUERY_FACTS: Final = frozenset(
     {
-        *("seqlen_q", "seqlen_q_mod_128", "query_reach", "query_elements"),
+        *("seqlen_q", "seqlen_q_mod_128", "group_queries", "query_reach", "query_elements"),
         *("dq_accumulator_elements", "dq_accumulator_elements_wide", "dq_accumulator_row_elements"),
     }
 )

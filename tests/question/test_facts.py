@@ -66,6 +66,7 @@ def test_the_facts_of_a_plain_call():
         "seqlen_kv": 192,
         "seqlens_equal": True,
         "seqlen_q_mod_128": 64,
+        "group_queries": 192 * 4,
         "seqlen_kv_mod_128": 64,
         "score_elements": 2 * 32 * 192 * 192,
         "mask_elements": 192 * 192,

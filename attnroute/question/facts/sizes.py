@@ -82,6 +82,12 @@ def seqlen_q_mod_128(call: Call) -> int | Varies:
 
 
 @fact("number", reads_length=True)
+def group_queries(call: Call) -> int | Varies:
+    """Queries of the heads that share one key/value head: seqlen_q * num_heads_q / num_heads_kv."""
+    return _product(seqlen_q(call), call.num_heads_q // max(1, call.num_heads_kv))
+
+
+@fact("number", reads_length=True)
 def seqlen_kv_mod_128(call: Call) -> int | Varies:
     """Key length modulo 128."""
     return Varies(0) if "seqlen_kv" in call.context.dynamic else call.seqlen_kv % 128
