@@ -13,6 +13,7 @@ from attnroute._version import __version__
 if TYPE_CHECKING:
     from attnroute import biases, masks
     from attnroute.api.attention import attention, explain
+    from attnroute.api.sdpa_block import route_sdpa
     from attnroute.api.trace import trace
     from attnroute.engine.decide import decide
     from attnroute.engine.decision import Decision, Verdict
@@ -59,6 +60,7 @@ _HOMES = {
     "explain": "attnroute.api.attention",
     "override": "attnroute.settings",
     "reset": "attnroute.memory",
+    "route_sdpa": "attnroute.api.sdpa_block",
     "trace": "attnroute.api.trace",
 }
 
@@ -88,6 +90,7 @@ __all__ = [
     "masks",
     "override",
     "reset",
+    "route_sdpa",
     "trace",
 ]
 

@@ -1,6 +1,6 @@
-"""The blocks of `override()`: their settings, and which of them this thread or asyncio task has entered.
+"""The blocks of `override()` and `route_sdpa()`: which of them this thread or asyncio task has entered.
 
-The entered blocks are kept in one ContextVar and nowhere else, so each thread and each task has its own.
+The entered blocks are kept in ContextVars and nowhere else, so each thread and each task has its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from attnroute.errors import OverrideError, OverrideWarning, warn_user
 from attnroute.question.policy import Policy, merge
@@ -39,6 +39,8 @@ class Scope:
 
 
 _OVERRIDE: ContextVar[Scope | None] = ContextVar("attnroute_override", default=None)
+ROUTED: ContextVar[int] = ContextVar("attnroute_route_sdpa", default=0)
+"""How many blocks of `route_sdpa()` were entered in this thread or task and not left."""
 
 
 scope_here: Callable[[], Scope | None] = _OVERRIDE.get
@@ -52,12 +54,19 @@ ContextVar. It can guard an attribute of a module, which it reads again before e
 task of that run. So `__getattr__` computes this one from the ContextVar each time; nothing else keeps it.
 """
 
+routes_sdpa: bool
+"""Whether a block of `route_sdpa()` is around this code; computed in the same way, for the same guards."""
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> str:
         if name == "override_guard":
             scope = _OVERRIDE.get()
             return "" if scope is None else scope.guard
+        if name == "routes_sdpa":
+            # On a thread of the autograd engine, which has torch's modes of the caller but not its context,
+            # the mode that asks says it.
+            return ROUTED.get() > 0 or _backward_pass() >= 0
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -72,18 +81,57 @@ def stated_in(task: int) -> list[Policy]:
     return found[::-1]
 
 
-class Override:
-    """What `override()` returns: a block for ``with``, and a decorator.
+class Block:
+    """A block for ``with``, and a decorator.
 
     Entries are kept in the context of the thread or task, so one object may be entered in several at a time.
+
+    Attributes:
+        maker: The public function that returns it, for messages.
+    """
+
+    maker: ClassVar[str]
+    _used = True
+    """Nothing to warn of before it is complete."""
+
+    def __enter__(self) -> object:
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
+        raise NotImplementedError
+
+    def __call__(self, function: _F) -> _F:
+        """Decorate a function, which runs inside the block at each call.
+
+        Raises:
+            OverrideError: It is no function, or a generator, which would run outside.
+        """
+        self._used = True
+        if isinstance(function, type) or not callable(function):
+            got, to_do = type(function).__name__, "decorate its methods"
+        elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            got, to_do = "a generator function", "write the with statement into it"
+        else:
+            return cast("_F", _inside(self, function))
+        raise OverrideError(
+            f"@{self.maker}() requires a function or a coroutine function; got {got}; {to_do}."
+        )
+
+    def __del__(self) -> None:
+        if not self._used:
+            message = f"{self.maker}() has no effect on its own: write `with attnroute.{self.maker}(...):`"
+            warn_user(message + " around the calls, or decorate a function with it.", OverrideWarning)
+
+
+class Override(Block):
+    """What `override()` returns.
 
     Attributes:
         stated: What the block states.
         below: Returns the settings in force outside of every block.
     """
 
-    _used = True
-    """Nothing to warn of before it is complete."""
+    maker = "override"
 
     def __init__(self, stated: Policy, below: Callable[[], Policy]) -> None:
         self.stated = stated
@@ -99,28 +147,6 @@ class Override:
     def __exit__(self, *_: object) -> None:
         _OVERRIDE.set(_left(self, _OVERRIDE.get()))
 
-    def __call__(self, function: _F) -> _F:
-        """Decorate a function, which runs inside the block at each call.
-
-        Raises:
-            OverrideError: It is no function, or a generator, which would run outside.
-        """
-        self._used = True
-        if isinstance(function, type) or not callable(function):
-            got, to_do = type(function).__name__, "decorate its methods"
-        elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            got, to_do = "a generator function", "write the with statement into it"
-        else:
-            return cast("_F", _inside(self, function))
-        raise OverrideError(f"@override() requires a function or a coroutine function; got {got}; {to_do}.")
-
-    def __del__(self) -> None:
-        if not self._used:
-            message = (
-                "override() has no effect on its own: write `with attnroute.override(...):` around the calls"
-            )
-            warn_user(message + ", or decorate a function with it.", OverrideWarning)
-
 
 def outside_of_graphs(function: Any) -> None:
     """Make a function a graph break: dynamo cannot trace a ContextVar, and would break deep inside of it.
@@ -128,14 +154,14 @@ def outside_of_graphs(function: Any) -> None:
     These are the marks that `torch.compiler.disable` sets; no torch is loaded here.
     """
     function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "enter override() outside of the compiled function"
+    function._torchdynamo_disable_msg = "enter this block outside of the compiled function"
 
 
 outside_of_graphs(Override.__enter__)
 outside_of_graphs(Override.__exit__)
 
 
-def _inside(block: Override, function: Any) -> Any:
+def _inside(block: Block, function: Any) -> Any:
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
@@ -165,11 +191,16 @@ def _left(block: Override, scope: Scope | None) -> Scope | None:
         OverrideError: The block was entered in another thread or task.
     """
     if scope is None:
-        required = "override() requires a block to be left in the thread or task that entered it"
-        raise OverrideError(f"{required}; got another one; keep the whole with statement in one of them.")
+        raise left_elsewhere(block)
     if scope.block is block:
         return scope.below
     return _entered(scope.block, _left(block, scope.below), scope.task)
+
+
+def left_elsewhere(block: Block) -> OverrideError:
+    """Return the error of a block that is left in another thread or task than it was entered in."""
+    required = f"{block.maker}() requires a block to be left in the thread or task that entered it"
+    return OverrideError(f"{required}; got another one; keep the whole with statement in one of them.")
 
 
 def _backward_pass() -> int:

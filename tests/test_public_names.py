@@ -83,3 +83,17 @@ def test_every_documented_error_and_warning_is_public() -> None:
     assert all(
         issubclass(getattr(errors, name), attnroute.AttnRouteError | Warning) for name in sorted(documented)
     )
+
+
+def test_the_examples_of_the_page_about_code_that_nobody_edits_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = ROOT / "docs" / "unmodified-code.md"
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    for example in examples:
+        exec(compile(example, str(page), "exec"), names)
+    assert [call.count for call in names["trace"].calls] == [2]
+    assert capsys.readouterr().out.startswith("chunked 2 fp32 b2 hq4")
+    assert names["tokens"].grad is None
+    assert all(p.grad is not None for p in names["model"].parameters())

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnroute.api import dispatch, repeats, routes
 from attnroute.api.intake import take
 from attnroute.api.records import Given, Options
+from attnroute.api.validate import with_names_of_torch
 from attnroute.settings import call_policy
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
     prefer: str | Iterable[str] | None = None,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention by the fastest kernel that is known to be right for this call, here, with these versions.
 
@@ -124,6 +127,9 @@ def attention(
         return_lse: Also return the log-sum-exp.
         backend: The only backend that may run this call.
         prefer: One or more backends to try first; not beside `backend`.
+        attn_mask: The name that scaled_dot_product_attention has for `mask`; not beside it.
+        enable_gqa: As for scaled_dot_product_attention, so that calls of it need no other names: True says
+            what holds anyway, False refuses key/value heads that are shared among query heads.
 
     Returns:
         (batch, num_heads_q, seqlen_q, head_dim_v) in the dtype of the query and the given layout; (total_q,
@@ -141,6 +147,8 @@ def attention(
     Warns:
         RerouteWarning: A kernel was refused before its launch; another backend runs such calls from now on.
     """
+    if attn_mask is not None or enable_gqa is not None:
+        mask = with_names_of_torch(query, key, layout, mask, attn_mask, enable_gqa)
     arguments = (
         query,
         key,
@@ -183,6 +191,8 @@ def explain(
     *,
     backend: str | None = None,
     prefer: str | Iterable[str] | None = None,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool | None = None,
     **arguments: Any,
 ) -> Decision:
     """Say what `attention()` would do with the same arguments, running nothing.
@@ -194,6 +204,8 @@ def explain(
         mask: As for `attention`.
         backend: As for `attention`.
         prefer: As for `attention`.
+        attn_mask: As for `attention`.
+        enable_gqa: As for `attention`.
         **arguments: Every other argument of `attention`.
 
     Returns:
@@ -208,5 +220,6 @@ def explain(
     if unknown:
         msg = f"explain() got an unexpected keyword argument {min(unknown)!r}"
         raise TypeError(msg)
+    mask = with_names_of_torch(query, key, arguments.get("layout"), mask, attn_mask, enable_gqa)
     given = Given(query, key, value, mask, backend=backend, prefer=prefer, **arguments)
     return routes.decision_of(take(given), call_policy(backend, prefer), advise=True)

@@ -73,6 +73,8 @@ class Options(TypedDict, total=False):
     deterministic: bool | None
     backend: str | None
     prefer: str | Iterable[str] | None
+    attn_mask: Tensor | None
+    enable_gqa: bool | None
 
 
 @dataclass(slots=True)

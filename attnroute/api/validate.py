@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -108,7 +108,34 @@ def check_number_of_dims(name: str, tensor: object, layout: str) -> None:
         to_do = "add the missing dimensions with unsqueeze"
         if layout == "thd":
             to_do = "flatten batch and length into one dimension"
+        elif tensor.dim() == 3:
+            to_do = f'add the batch, {name}.unsqueeze(0), or pass layout="thd" where sequences are packed'
+        elif tensor.dim() > 4:
+            to_do = f"make the leading dimensions one batch, {name}.flatten(0, -4)"
         raise argument_error(name, required, f"shape {tuple(tensor.shape)}", to_do)
+
+
+def with_names_of_torch(
+    query: Tensor, key: Tensor, layout: str | None, mask: Any, attn_mask: Tensor | None, enable_gqa: object
+) -> Any:
+    """Return the mask of a call that has arguments under the names of scaled_dot_product_attention.
+
+    Raises:
+        ArgumentError: A mask stands under both names; heads are shared and `enable_gqa` says that none are.
+    """
+    if enable_gqa is not None and not isinstance(enable_gqa, bool):
+        got = f"{enable_gqa!r} ({checks.kind_of(enable_gqa)})"
+        raise argument_error("enable_gqa", "True or False", got, "pass a bool, or leave it out")
+    if enable_gqa is False and isinstance(query, Tensor) and isinstance(key, Tensor):
+        heads_at = -3 if layout in (None, "bhsd") else -2
+        if min(query.dim(), key.dim()) > 2 and query.shape[heads_at] != key.shape[heads_at]:
+            got = f"False, {query.shape[heads_at]} query heads and {key.shape[heads_at]} key heads"
+            raise argument_error("enable_gqa", "True where heads are shared", got, "leave it out")
+    if attn_mask is None:
+        return mask
+    if mask is not None:
+        raise argument_error("attn_mask", "no mask beside it, which is the same argument", "both", "pass one")
+    return attn_mask
 
 
 def _check_one_bias(problem: Problem) -> None:

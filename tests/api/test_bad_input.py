@@ -41,8 +41,8 @@ def test_an_unknown_backend_is_refused_with_the_nearest(function, name):
 
 @pytest.mark.parametrize("function", [attnroute.attention, attnroute.explain])
 def test_an_unknown_argument_is_a_type_error(function):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'attn_mask'"):
-        function(QUERY, KEY, KEY, attn_mask=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'attention_mask'"):
+        function(QUERY, KEY, KEY, attention_mask=None)
 
 
 def test_the_same_mistake_is_found_at_every_call():

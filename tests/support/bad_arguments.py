@@ -61,9 +61,12 @@ TENSORS = {
     "complex numbers": ((QUERY.cfloat(),) * 3, "query requires a dtype among .*; got torch.complex64; cast"),
     "3-D query": (
         (QUERY[0], KEY, KEY),
-        r"query requires 4 dimensions \(batch, num_heads, seqlen, head_dim\); got shape \(4, 6, 8\); add",
+        r"query requires 4 dimensions .*; got shape \(4, 6, 8\); add the batch, query.unsqueeze\(0\), or",
     ),
-    "5-D key": ((QUERY, KEY[None], KEY), r"key requires 4 dimensions .*; got shape \(1, 2, 2, 6, 8\); add"),
+    "5-D key": (
+        (QUERY, KEY[None], KEY),
+        r"key requires 4 dimensions .*; got shape \(1, 2, 2, 6, 8\); make .* key.flatten\(0, -4\)",
+    ),
     "0-D value": ((QUERY, KEY, KEY.sum()), r"value requires 4 dimensions .*; got shape \(\); add"),
     "nested query": (
         (nested(), KEY, KEY),
@@ -314,6 +317,21 @@ ALIGNMENT = (
 CASES = {
     **{name: (tensors, {}, said) for name, (tensors, said) in TENSORS.items()},
     **{name: ((QUERY, KEY, KEY), arguments, said) for name, (arguments, said) in ARGUMENTS.items()},
+    "both names of the mask": (
+        (QUERY, KEY, KEY, torch.ones(6, 6).bool()),
+        {"attn_mask": torch.ones(6, 6).bool()},
+        "attn_mask requires no mask beside it, which is the same argument; got both; pass one",
+    ),
+    "shared heads without enable_gqa": (
+        (QUERY, KEY, KEY),
+        {"enable_gqa": False},
+        "enable_gqa requires True where heads are shared; got False, 4 query heads and 2 key heads; leave",
+    ),
+    "enable_gqa as a number": (
+        (QUERY, KEY, KEY),
+        {"enable_gqa": 1},
+        r"enable_gqa requires True or False; got 1 \(int\); pass",
+    ),
     "determinism that the kernels would not heed": (
         TRAINED,
         {"deterministic": True},

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attnroute.executors.protocol import Bind, BindForward, Bound, Inputs, Plan
 
 _attention = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
+_count_function_modes = torch._C._len_torch_function_stack
 _SWITCHES: Final[tuple[Callable[[], object], ...]] = tuple(
     getattr(torch._C, name)
     for name in sorted(dir(torch._C))
@@ -116,7 +117,9 @@ def _handed_over(
     handed_over: Bound = partial(_attention, **named) if named else _attention
 
     def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
-        kernel = handed_over if tuple(map(call, _SWITCHES)) == known else operator
+        # A TorchFunctionMode sees torch's function, and one of `route_sdpa()` would route it again.
+        as_selected = not _count_function_modes() and tuple(map(call, _SWITCHES)) == known
+        kernel = handed_over if as_selected else operator
         return None if kernel is None else kernel(query, key, value, attn)
 
     return run
