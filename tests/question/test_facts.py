@@ -88,6 +88,7 @@ def test_the_facts_of_a_plain_call():
         "dv_store_fits_32": True,
         "fa4_tile_bytes": 90112,
         "head_dims_ratio": 128 / 192,
+        "gqa_ratio": 4,
         "gqa_ratio_power_of_two": True,
         "layout": "bhsd",
         "phase": "inference",

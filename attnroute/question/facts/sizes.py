@@ -83,8 +83,8 @@ def seqlen_q_mod_128(call: Call) -> int | Varies:
 
 @fact("number", reads_length=True)
 def group_queries(call: Call) -> int | Varies:
-    """Queries of the heads that share one key/value head: seqlen_q * num_heads_q / num_heads_kv."""
-    return _product(seqlen_q(call), call.num_heads_q // max(1, call.num_heads_kv))
+    """Queries of the heads that share one key/value head: seqlen_q * gqa_ratio."""
+    return _product(seqlen_q(call), gqa_ratio(call))
 
 
 @fact("number", reads_length=True)
@@ -250,10 +250,16 @@ def fa4_tile_bytes(call: Call) -> int:
     return 2 * ((_QUERIES + _KEYS) * _up(call.head_dim_qk, _TILE) + _KEYS * _up(call.head_dim_v, _TILE))
 
 
+@fact("number")
+def gqa_ratio(call: Call) -> int:
+    """Query heads that share one key/value head: num_heads_q / num_heads_kv."""
+    return call.num_heads_q // max(1, call.num_heads_kv)
+
+
 @fact()
 def gqa_ratio_power_of_two(call: Call) -> bool:
     """Whether num_heads_q / num_heads_kv is a power of two."""
-    return _is_power_of_two(call.num_heads_q // max(1, call.num_heads_kv))
+    return _is_power_of_two(gqa_ratio(call))
 
 
 def _product(*values: int | Varies) -> int | Varies:
