@@ -60,14 +60,19 @@ def make_mask(
 
     Returns:
         A `CarriedMask` where the mask is known as an object, else a bool tensor (batch_size, 1, q_length,
-        kv_length), True = attend. None only for a mask without any False, and only where that is allowed or
-        one query is all there is: then nothing is left open, unless a module has a window.
+        kv_length), True = attend. None for a mask without any False, only where that is allowed or one query
+        is all there is: then nothing is left open, unless a module has a window. None also in a graph, for
+        the causal mask of as many queries as keys, where `allow_is_causal_skip` says that modules know it.
     """
     sizes = (batch_size, q_length, kv_length)
     pattern = None
     # Values of a traced tensor cannot be read, and without reading them nothing is certain. A compiled step
     # of decoding takes masks as inputs of one form, and one row costs next to nothing.
     traced = is_tracing(attention_mask) or (isinstance(q_offset, Tensor) and is_tracing(q_offset))
+    # A graph cannot make a `CarriedMask`, and no mask is the other way to have none of seqlen x seqlen.
+    plain = allow_is_causal_skip and mask_function is causal_mask_function and attention_mask is None
+    if traced and plain and _needs_no_mask(q_length, kv_length, q_offset, kv_offset, kwargs.get("config")):
+        return None
     unread = not traced and (_is_unread(attention_mask) or _is_unread(q_offset))
     if not traced and not unread and (q_length > 1 or allow_is_causal_skip):
         pattern = _pattern(sizes, q_offset, kv_offset, mask_function, attention_mask)
@@ -89,11 +94,30 @@ def make_mask(
     # A mask with a window stays, for its modules pass the window on and would ask what it means without a
     # mask.
     if pattern.left is None and pattern.is_full:
-        config = kwargs.get("config")
-        alone = q_length == 1 and config is not None and getattr(config, "sliding_window", None) is None
+        alone = q_length == 1 and _has_no_window(kwargs.get("config"))
         if alone or allow_is_bidirectional_skip:
             return None
     return CarriedMask.carry(pattern, device)
+
+
+def _needs_no_mask(
+    q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, config: object
+) -> bool:
+    """Whether a causal module that gets no mask in a graph means exactly the causal mask.
+
+    It does where queries and keys are the same tokens, which leaves no alignment open, and where one query
+    attends all keys.
+    """
+    if isinstance(q_offset, Tensor):
+        return False
+    if q_length == 1:
+        return _has_no_window(config) and q_offset - kv_offset + 1 == kv_length
+    return q_length == kv_length and q_offset == kv_offset
+
+
+def _has_no_window(config: object) -> bool:
+    """Whether no module of a model has a window, and so asks for a mask of a single query."""
+    return config is not None and getattr(config, "sliding_window", None) is None
 
 
 def _is_unread(value: object) -> bool:

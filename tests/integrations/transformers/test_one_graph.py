@@ -1,0 +1,177 @@
+"""A compiled model is one graph, in which no mask is as large as the scores where none is needed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from functorch.compile import make_boxed_func
+from support.transformers_models import LENGTH, PADDING, TOKENS, close, using
+from torch._dynamo.backends.common import aot_autograd
+
+# transformers renamed arguments on the way; the old names work in every version that is supported.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+
+SMALL = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+ENCODER_DECODER = {
+    "vocab_size": 48,
+    "d_model": 32,
+    **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
+    "decoder_start_token_id": 1,
+}
+PICTURES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+SOUNDS = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(3))
+PAIR = {"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :5]}
+OTHERS = {
+    "bert": ("BertModel", "BertConfig", SMALL, {"input_ids": TOKENS}),
+    "bert-decoder": ("BertModel", "BertConfig", {**SMALL, "is_decoder": True}, {"input_ids": TOKENS}),
+    "bart": ("BartModel", "BartConfig", ENCODER_DECODER, PAIR),
+    "t5": (
+        "T5Model",
+        "T5Config",
+        {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        PAIR,
+    ),
+    "whisper": (
+        "WhisperModel",
+        "WhisperConfig",
+        {
+            **ENCODER_DECODER,
+            "num_mel_bins": 8,
+            "max_source_positions": 16,
+            "pad_token_id": 0,
+            "eos_token_id": 2,
+        },
+        {"input_features": SOUNDS, "decoder_input_ids": TOKENS[:, :5]},
+    ),
+    "vit": (
+        "ViTModel",
+        "ViTConfig",
+        {**SMALL, "image_size": 16, "patch_size": 4},
+        {"pixel_values": PICTURES},
+    ),
+    "siglip": (
+        "SiglipVisionModel",
+        "SiglipVisionConfig",
+        {**SMALL, "image_size": 16, "patch_size": 4},
+        {"pixel_values": PICTURES},
+    ),
+}
+DECODERS = ["llama", "mistral", "gemma2", "gemma3", "gpt_oss"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A backend that counts graphs and lists the shapes of the bool tensors in them."""
+
+    def __init__(self):
+        self.count = 0
+        self.masks = []
+
+    def __call__(self, module, inputs):
+        self.count += 1
+        return aot_autograd(fw_compiler=self.look, bw_compiler=lambda graph, _: make_boxed_func(graph))(
+            module, inputs
+        )
+
+    def look(self, graph, _):
+        found = [node.meta.get("val") for node in graph.graph.nodes]
+        tensors = [value for value in found if isinstance(value, torch.Tensor)]
+        self.masks += [tuple(value.shape) for value in tensors if value.dtype == torch.bool]
+        return make_boxed_func(graph)
+
+    def squares(self, length=LENGTH):
+        return [shape for shape in self.masks if shape[-2:] == (length, length)]
+
+
+def output_and_gradients(model, run, inputs):
+    model.zero_grad()
+    out = run(**inputs)[0]
+    out.square().mean().backward()
+    # A graph gives zeros to heads of which nothing was asked, and eager gives them none.
+    grads = {key: w.grad.clone() for key, w in model.named_parameters() if w.grad is not None}
+    return out.detach(), {key: grad for key, grad in grads.items() if grad.any()}
+
+
+def check_one_graph(model, inputs, padding=None):
+    """Train eagerly and in one graph; return what the graph holds."""
+    graphs = Graphs()
+    run = torch.compile(model, backend=graphs, fullgraph=True)
+    found, gradients = output_and_gradients(model, run, inputs)
+    model.set_attn_implementation("eager")
+    expected, expected_gradients = output_and_gradients(model, model, inputs)
+    close(found, expected, padding)
+    assert gradients.keys() == expected_gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[key], rtol=1e-4, atol=1e-5 * largest)
+    assert graphs.count == 1
+    return graphs
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_train_in_one_graph(name):
+    inputs = {"input_ids": TOKENS, "use_cache": True}
+    graphs = check_one_graph(using(name, "attnroute"), inputs)
+    if name == "llama":
+        assert not graphs.squares()
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_encoders_and_vision_towers_train_in_one_graph(name):
+    kind, config, settings, inputs = OTHERS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**settings)).eval()
+    model.set_attn_implementation("attnroute")
+    assert not check_one_graph(model, inputs).squares() or name == "t5"
+
+
+def test_an_encoder_with_padding_trains_in_one_graph():
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**SMALL)).eval()
+    model.set_attn_implementation("attnroute")
+
+    def run(**inputs):
+        return (model(**inputs)[0] * PADDING["right"][..., None],)
+
+    graphs = Graphs()
+    inputs = {"input_ids": TOKENS, "attention_mask": PADDING["right"]}
+    found, _ = output_and_gradients(model, torch.compile(run, backend=graphs, fullgraph=True), inputs)
+    model.set_attn_implementation("eager")
+    close(found, output_and_gradients(model, run, inputs)[0], PADDING["right"])
+    assert graphs.count == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_dynamic_cache_takes_no_mask_that_a_graph_can_do_without(name):
+    """A prompt, then tokens one by one: one graph for the prompt and, as with sdpa, two for tokens."""
+
+    def steps(model, run):
+        cache = transformers.DynamicCache(config=model.config)
+        spans = [(0, 4), *((i, i + 1) for i in range(4, LENGTH))]
+        outs = [run(TOKENS[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in spans]
+        return torch.cat(outs, 1)
+
+    with torch.no_grad():
+        graphs = Graphs()
+        model = using(name, "attnroute")
+        found = steps(model, torch.compile(model, backend=graphs, fullgraph=True))
+        model = using(name, "eager")
+        close(found, steps(model, model))
+    if name == "llama":
+        assert graphs.count == 3
+        assert not [shape for shape in graphs.masks if len(shape) == 4]
