@@ -34,20 +34,17 @@ KEPT: Final = 4096
 _FRAME: Final = "_CheckpointFrame"
 _PLACE: Final = "_attnroute_policies"
 
-_POLICIES: Memory[Hashable, Policy] = Memory(
-    KEPT, f"{__name__}._POLICIES", "when the call runs outside of override()"
+POLICIES: Memory[Hashable, Policy] = Memory(
+    KEPT, f"{__name__}.POLICIES", "when the call runs outside of override()"
 )
-"""Of calls inside an override and outside of frames; where there are any, every call is looked at."""
+"""Of calls inside an override and outside of frames; the same call outside of one takes it back."""
+ON_NOTE: Final[list[Callable[[], None]]] = []
+"""What forgets the short ways of calls, which take no policy back; called before one is kept."""
 
 
 def is_near() -> bool:
     """Return whether a call may be one of a checkpoint, or its policy that of a later recompute."""
-    return (
-        _saved_tensors_hooks(False) is not None
-        or _backward_pass() != -1
-        or bool(_POLICIES.entries)
-        or scope_here() is not None
-    )
+    return _saved_tensors_hooks(False) is not None or _backward_pass() != -1 or scope_here() is not None
 
 
 def is_inside() -> bool:
@@ -85,9 +82,12 @@ def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> Policy:
 def _note(signature: Hashable, policy: Policy) -> None:
     """Keep the policy of a call inside an override; the same call outside of one takes it back."""
     if scope_here() is None:
-        _POLICIES.pop(signature)
-    else:
-        _POLICIES.put(signature, policy)
+        POLICIES.pop(signature)
+        return
+    if POLICIES.get(signature) is None:
+        for forget in ON_NOTE:
+            forget()
+    POLICIES.put(signature, policy)
 
 
 def _of_forward(signature: Hashable, given: Given) -> Policy:
@@ -96,7 +96,7 @@ def _of_forward(signature: Hashable, given: Given) -> Policy:
     Blocks that were entered inside of this backward pass apply on top: a recomputed function enters those of
     its forward again, and a backward of the user's own may have blocks that its forward had not.
     """
-    policy = _POLICIES.get(signature) or environment()
+    policy = POLICIES.get(signature) or environment()
     for stated in stated_in(_backward_pass()):
         policy = merge(policy, stated)
     if given.backend is None and given.prefer is None:

@@ -33,7 +33,7 @@ def run(given: Given) -> Output:
         return routes.execute(routes.trace(problem, policy), problem)
     try:
         key = key_of(problem, policy)
-        if checkpoint.is_near():
+        if checkpoint.is_near() or checkpoint.POLICIES.entries:
             held = checkpoint.policy_for(problem, policy, key)
             if held is not policy:
                 policy, key = held, key._replace(policy=held.key)

@@ -146,7 +146,7 @@ def _with_other_keys(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any,
     """
     mask, keeper = arguments[3], None
     family = None if place is None else _family(place, tensors, mask)
-    if family is None or is_capturing(tensors[0]):
+    if family is None or is_capturing(tensors[0]) or checkpoint.POLICIES.entries:
         return ()
     route = family.route_of(tensors[1].shape[2])
     if route is None:
@@ -216,6 +216,14 @@ def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
         lambda kept: any(r.route.choice.backend == backend and concerns(r.route.choice) for r in kept)
     )
     return routes.drop(backend, concerns)
+
+
+def _forget() -> None:
+    _REPEATS.forget()
+    _FAMILIES.forget()
+
+
+checkpoint.ON_NOTE.append(_forget)
 
 
 def _is_simple(given: Given, problem: Problem) -> bool:

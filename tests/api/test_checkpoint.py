@@ -110,6 +110,25 @@ def test_a_forward_without_an_override_takes_an_earlier_one_back(use_reentrant, 
 
 
 @REENTRANT
+def test_a_repeated_call_takes_an_override_between_its_repeats_back(use_reentrant, ran):
+    """Repeats take the short way, which takes nothing back, so none may be older than the override."""
+    inputs = problem()
+    for _ in range(3):
+        attend(*inputs)
+    with torch.no_grad():
+        for _ in range(3):
+            attend(*inputs)
+    with attnroute.override(backend="chunked"):
+        gradients(kept(attend, inputs, use_reentrant=use_reentrant), inputs)
+    for _ in range(2):
+        ran.clear()
+        gradients(kept(attend, inputs, use_reentrant=use_reentrant), inputs)
+        # A forward that goes the short way is not seen here; the recompute is.
+        assert ran[-1] == "flash"
+        assert set(ran) == {"flash"}
+
+
+@REENTRANT
 def test_a_backend_that_the_call_names_holds(use_reentrant, ran):
     inputs = problem()
 

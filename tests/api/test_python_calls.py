@@ -50,11 +50,21 @@ def inputs(heads, seqlen, *, grad=False):
 
 @pytest.fixture(autouse=True)
 def ready():
-    """Load the tables and import what runs these calls."""
+    """Load the tables and import what runs these calls; what other tests left behind is forgotten."""
+    attnroute.reset()
     for arguments, _ in CALLS.values():
         for seqlen in (100, 101):
             attnroute.attention(*inputs(1, seqlen), **arguments)
             attnroute.attention(*inputs(1, seqlen, grad=True), **arguments)
+
+
+def test_an_override_before_slows_no_later_call():
+    tensors = inputs(next(HEADS), 100)
+    with attnroute.override(prefer="flash"):
+        attnroute.attention(*tensors)
+    for _ in range(2):
+        attnroute.attention(*tensors)
+    assert calls_of(attnroute.attention, *tensors) <= WARM
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
