@@ -38,8 +38,6 @@ POLICIES: Memory[Hashable, Policy] = Memory(
     KEPT, f"{__name__}.POLICIES", "when the call runs outside of override()"
 )
 """Of calls inside an override and outside of frames; the same call outside of one takes it back."""
-ON_NOTE: Final[list[Callable[[], None]]] = []
-"""What forgets the short ways of calls, which take no policy back; called before one is kept."""
 
 
 def is_near() -> bool:
@@ -52,22 +50,25 @@ def is_inside() -> bool:
     return _saved_tensors_hooks(False) is not None or _backward_pass() != -1
 
 
-def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> Policy:
+def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> tuple[Policy, bool]:
     """Return the policy in force for a call near a checkpoint.
 
     Args:
         problem: The call.
         policy: What surrounds it, and what it names itself.
         key: `key_of(problem, policy)`.
+
+    Returns:
+        The policy, and whether it is kept for a later recompute and was not before: calls like this one must
+        take it back then, which repeats on the short way do not.
     """
     # A forward and its recompute have all in common but gradients and the policy.
     signature = key._replace(training=False, trains_inputs=False, policy=None)
     frame, is_recompute = _frame(_saved_tensors_hooks(False))
     if frame is not None:
-        return _of_frame(frame, signature, policy, is_recompute=is_recompute)
+        return _of_frame(frame, signature, policy, is_recompute=is_recompute), False
     if _backward_pass() == -1:
-        _note(signature, policy)
-        return policy
+        return policy, _note(signature, policy)
     kept = _of_forward(signature, problem.given)
     if problem.training and kept.require is None and not kept.prefer:
         # A reentrant checkpoint ran its forward without gradients. What ran there is preferred and not
@@ -75,19 +76,22 @@ def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> Policy:
         route = routes.lookup(signature._replace(policy=kept.key))
         if route is not None:
             origin, ran = "the forward of the checkpoint", route.plan.backend
-            return merge(kept, policy_of(origin, prefer=ran, tables=kept.tables))
-    return kept
+            return merge(kept, policy_of(origin, prefer=ran, tables=kept.tables)), False
+    return kept, False
 
 
-def _note(signature: Hashable, policy: Policy) -> None:
-    """Keep the policy of a call inside an override; the same call outside of one takes it back."""
+def _note(signature: Hashable, policy: Policy) -> bool:
+    """Keep the policy of a call inside an override, which the same call outside of one takes back.
+
+    Returns:
+        Whether none was kept for it before.
+    """
     if scope_here() is None:
         POLICIES.pop(signature)
-        return
-    if POLICIES.get(signature) is None:
-        for forget in ON_NOTE:
-            forget()
+        return False
+    is_new = POLICIES.get(signature) is None
     POLICIES.put(signature, policy)
+    return is_new
 
 
 def _of_forward(signature: Hashable, given: Given) -> Policy:

@@ -34,7 +34,9 @@ def run(given: Given) -> Output:
     try:
         key = key_of(problem, policy)
         if checkpoint.is_near() or checkpoint.POLICIES.entries:
-            held = checkpoint.policy_for(problem, policy, key)
+            held, is_new = checkpoint.policy_for(problem, policy, key)
+            if is_new:
+                repeats.forget()
             if held is not policy:
                 policy, key = held, key._replace(policy=held.key)
         elif lengths.LASTING.entries:

@@ -218,12 +218,10 @@ def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
     return routes.drop(backend, concerns)
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Forget every repeat, so that the next call like each goes the long way."""
     _REPEATS.forget()
     _FAMILIES.forget()
-
-
-checkpoint.ON_NOTE.append(_forget)
 
 
 def _is_simple(given: Given, problem: Problem) -> bool:

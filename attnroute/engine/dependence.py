@@ -214,15 +214,15 @@ def _of_backend(
         # sizes alone.
         sizes = tuple((name, f"=={getattr(call, name)}") for name in ("batch", "seqlen_q", "seqlen_kv"))
         yield OpenRow((OpenBox(sizes, decides=True),), (), exact=True)
-    forms = _forms(verdict, decision, fields)
-    found = {name: _open_row(rule, fields, forms) for name, rule in rows.items()}
-    if forms and verdict.blocking and not any(row and rows[name].repair for name, row in found.items()):
+    forms, exact = _forms(verdict, decision, fields)
+    found = {name: _open_row(rule, fields, forms, exact=exact) for name, rule in rows.items()}
+    if exact and verdict.blocking and not any(row and rows[name].repair for name, row in found.items()):
         # No length brings about another repair, so the backend is out for as long as one row says so.
         yield found[verdict.blocking[0].rule]
         return
     yield from found.values()
     for option in options:
-        yield _open_row(option, fields, forms)
+        yield _open_row(option, fields, forms, exact=exact)
 
 
 def _is_excluded(verdict: Verdict) -> bool:
@@ -238,33 +238,37 @@ def _stays_out(verdict: Verdict, rows: dict[str, Rule], fields: Fields) -> bool:
     return any(row is None or not _reads_any(row, fields) for row in blocking)
 
 
-def _forms(verdict: Verdict, decision: Decision, fields: Fields) -> list[Facts]:
+def _forms(verdict: Verdict, decision: Decision, fields: Fields) -> tuple[list[Facts], bool]:
     """Return the facts of the call as given and after each repair.
 
     Returns:
-        None of them where repairs were made in vain, or change what the fields are.
+        The forms, none of them where repairs were made in vain; and whether the fields are the same in all.
     """
     blocking = verdict.blocking
     if blocking and any(f.repaired_by or (f.repair and f in blocking) for f in verdict.findings):
-        return []
+        return [], False
     call = decision.call
     forms = [Facts(call)]
     for repair in verdict.repairs:
         change = repairs.apply(repair, call)
         if change is None:
-            return []
+            return [], False
         call = change[0]
         forms.append(Facts(call))
-    changed = any(form[name] != forms[0][name] for form in forms for name in fields)
-    return [] if changed else forms
+    return forms, all(form[name] == forms[0][name] for form in forms for name in fields)
 
 
-def _open_row(row: Rule | Preference | Option, fields: Fields, forms: list[Facts]) -> OpenRow | None:
+def _open_row(
+    row: Rule | Preference | Option, fields: Fields, forms: list[Facts], *, exact: bool = True
+) -> OpenRow | None:
     when = _live_boxes(row.when, fields, forms)
     if not when:
         return None
     requires = _live_boxes(row.requires, fields, forms) if isinstance(row, Rule) else ()
-    return OpenRow(when, requires, exact=bool(forms))
+    if any(box.decides and not box.conditions for box in requires):
+        # It holds in every form, whatever the fields are.
+        return None
+    return OpenRow(when, requires, exact=exact)
 
 
 def _live_boxes(part: Box | AnyOf | str, fields: Fields, forms: list[Facts]) -> tuple[OpenBox, ...]:
