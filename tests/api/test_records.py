@@ -16,7 +16,13 @@ from attnroute.errors import QuadraticAttentionWarning
 from attnroute.memory import reset
 from attnroute.settings import current
 
-SIGNATURE = inspect.signature(attnroute.attention).parameters
+OF_TORCH = ("attn_mask", "enable_gqa")
+"""Names of scaled_dot_product_attention, which are checked, or taken as `mask`, before a record is made."""
+SIGNATURE = {
+    name: argument
+    for name, argument in inspect.signature(attnroute.attention).parameters.items()
+    if name not in OF_TORCH
+}
 TENSORS = ("query", "key", "value", "mask", "bias", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv")
 # No two arguments have the same value, so that a swapped pair is seen.
 VALUES = {
@@ -64,7 +70,8 @@ def test_the_record_has_the_arguments_of_the_signature_in_their_order():
 
 
 def test_type_checkers_know_every_keyword_of_the_signature():
-    assert list(Options.__annotations__) == [name for name in named(VALUES) if name != "return_lse"]
+    own = [name for name in named(VALUES) if name != "return_lse"]
+    assert list(Options.__annotations__) == [*own, *OF_TORCH]
 
 
 @pytest.mark.usefixtures("fresh_compiler")
