@@ -45,6 +45,11 @@ def is_near() -> bool:
     return _saved_tensors_hooks(False) is not None or _backward_pass() != -1 or scope_here() is not None
 
 
+def is_noted(key: RouteKey) -> bool:
+    """Return whether the same call was met inside an override since, in another thread."""
+    return POLICIES.get(_signature(key)) is not None
+
+
 def is_inside() -> bool:
     """Return whether a call may be one of a checkpoint: of its forward, or of its recompute."""
     return _saved_tensors_hooks(False) is not None or _backward_pass() != -1
@@ -62,8 +67,7 @@ def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> tuple[Policy,
         The policy, and whether it is kept for a later recompute and was not before: calls like this one must
         take it back then, which repeats on the short way do not.
     """
-    # A forward and its recompute have all in common but gradients and the policy.
-    signature = key._replace(training=False, trains_inputs=False, policy=None)
+    signature = _signature(key)
     frame, is_recompute = _frame(_saved_tensors_hooks(False))
     if frame is not None:
         return _of_frame(frame, signature, policy, is_recompute=is_recompute), False
@@ -78,6 +82,11 @@ def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> tuple[Policy,
             origin, ran = "the forward of the checkpoint", route.plan.backend
             return merge(kept, policy_of(origin, prefer=ran, tables=kept.tables)), False
     return kept, False
+
+
+def _signature(key: RouteKey) -> RouteKey:
+    """Return what a forward and its recompute have in common: all but gradients and the policy."""
+    return key._replace(training=False, trains_inputs=False, policy=None)
 
 
 def _note(signature: Hashable, policy: Policy) -> bool:

@@ -121,7 +121,8 @@ def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
         route: The route of the problem, under the settings of the environment.
         key: What that is remembered under.
     """
-    if not HAS_GUARDS or checkpoint.is_near() or not _is_simple(given, problem):
+    noted = checkpoint.POLICIES.entries and checkpoint.is_noted(key)
+    if not HAS_GUARDS or noted or checkpoint.is_near() or not _is_simple(given, problem):
         return
     if route.choice.call.context.cuda_graph or route.choice.host.free_memory is not None:
         # As for routes: what a capture or a want of memory made the choice is not for other calls.

@@ -6,6 +6,8 @@ import warnings
 
 import pytest
 import torch
+from support.reference import attend
+from support.repair_inputs import stored
 from support.routed import KEY, QUERY, VALUE, normal, routed_calls
 from support.spy import ran
 from torch.nn import functional as F
@@ -78,6 +80,33 @@ def test_a_call_is_routed_and_gives_what_torch_gives(tensors, named):
     for one, other in zip(got, want, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, **tolerance)
+
+
+VIEWS = {
+    "tokens outermost": lambda t: stored(t, "bshd"),
+    "sliced": lambda t: stored(t, "row gap"),
+    "starts between": lambda t: stored(t, "shifted"),
+    "last dimension strided": lambda t: stored(t, "last stride"),
+    "one head for all": lambda t: t[:, :1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("lies", VIEWS)
+@pytest.mark.parametrize("how", ["plain", "causal", "mask"])
+def test_views_are_routed_with_their_numbers(how, lies):
+    inputs = [VIEWS[lies](t.clone()).requires_grad_() for t in (QUERY, KEY, VALUE)]
+    allowed = {"plain": None, "causal": torch.ones(6, 9).tril().bool(), "mask": KEEP}[how]
+    named = {"plain": {}, "causal": {"is_causal": True}, "mask": {"attn_mask": KEEP}}[how]
+    with attnroute.trace() as trace, attnroute.route_sdpa():
+        out = F.scaled_dot_product_attention(*inputs, **named)
+    assert [call.backend for call in trace.calls] == ["flash"]
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    want, _ = attend(*wide, allowed=allowed)
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+    grad = torch.randn_like(out)
+    got = torch.autograd.grad(out, inputs, grad)
+    for one, other in zip(got, torch.autograd.grad(want, wide, grad.double()), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
 
 
 UNKNOWN = {
