@@ -161,7 +161,7 @@ def _features(tables: Tables, backend: str) -> Iterator[str]:
         others: dict[str, list[str]] = {}
         for arch in archs:
             answer = tables.features(arch, backend)[name].answer
-            if answer is not usual:
+            if answer != usual:
                 others.setdefault(_answer(answer), []).append(arch)
         told = "; ".join(f"{', '.join(names)}: {answer}" for answer, names in others.items())
         evidence = _cell("; ".join(map(_evidence, usual.evidence)))
