@@ -93,7 +93,7 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Install the package and show it at work: decisions, explanations, one real call."""
+    """Install the package and show it at work: real calls, held against float64 and timed beside stock."""
     _clear_settings(session)
     session.install("-e", ".")
     _provide_torch(session, reuse_when="True")

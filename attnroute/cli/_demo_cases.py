@@ -1,4 +1,8 @@
-"""Define the calls of the demo: the arguments for attnroute, and what people write with torch today."""
+"""Define the calls of the demo: the arguments for attnroute, and what people write with torch today.
+
+At their large sizes they are calls of known models, whose times on an H200 lie beside this file
+(`demo_measured.json`, which `python -m benchmarks.report` writes).
+"""
 
 from __future__ import annotations
 
@@ -28,21 +32,23 @@ class Case:
 
     Attributes:
         title: What it shows.
+        recorded: The name of the same call, at its large sizes, among the recorded ones.
         dtype: Of query, key and value.
         train: Forward and backward instead of forward alone.
         small: Sizes for the CPU.
         large: Sizes for a GPU.
-        ours: Sizes to the keyword arguments of `attnroute.attention`.
+        ours: Sizes and device to the keyword arguments of `attnroute.attention`.
         allowed: Sizes and device to a bool tensor (batch or 1, 1, seqlen, seqlen), True = attend.
         plain: Stock attention needs no tensor, `is_causal` says it all.
     """
 
     title: str
+    recorded: str
     dtype: torch.dtype
     train: bool
     small: Sizes
     large: Sizes
-    ours: Callable[[Sizes], dict[str, Any]]
+    ours: Callable[[Sizes, torch.device], dict[str, Any]]
     allowed: Callable[[Sizes, torch.device], Tensor]
     plain: bool
 
@@ -68,8 +74,9 @@ class Case:
     def _draw(self, heads: int, seed: int, device: torch.device) -> Tensor:
         sizes = self.sizes(device)
         generator = torch.Generator(device).manual_seed(seed)
-        shape = (sizes.batch, heads, sizes.seqlen, sizes.head_dim)
-        return torch.randn(shape, generator=generator, device=device).to(self.dtype)
+        # Tokens lie outermost in memory, as a model's projections leave them.
+        shape = (sizes.batch, sizes.seqlen, heads, sizes.head_dim)
+        return torch.randn(shape, generator=generator, device=device).to(self.dtype).transpose(1, 2)
 
     def stock(self, device: torch.device) -> dict[str, Any]:
         """Return the keyword arguments that mean the same to scaled_dot_product_attention."""
@@ -99,25 +106,41 @@ def _padded(sizes: Sizes, device: torch.device) -> Tensor:
 
 
 def _reach(sizes: Sizes) -> int:
-    return sizes.seqlen // 16 - 1
+    return sizes.seqlen // 4 - 1
 
 
-def _lengths(sizes: Sizes) -> list[int]:
-    first = sizes.seqlen // 4 + 1
-    return [first, sizes.seqlen // 2, sizes.seqlen - sizes.seqlen // 2 - first]
+def _lengths(sizes: Sizes) -> tuple[int, ...]:
+    return (sizes.seqlen // 8,) * 8
 
 
-def _padding(sizes: Sizes) -> tuple[int, ...]:
-    return (sizes.seqlen // 4, *[0] * (sizes.batch - 1))
+def _padding(sizes: Sizes) -> list[int]:
+    return [row * sizes.seqlen // (2 * sizes.batch) for row in range(sizes.batch)]
 
 
-def _is_causal(_sizes: Sizes) -> dict[str, Any]:
+def _is_causal(_sizes: Sizes, _device: torch.device) -> dict[str, Any]:
     return {"is_causal": True}
+
+
+def _mask_tensor(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    return {"mask": _causal(sizes, device)[0, 0]}
+
+
+def _window_mask(sizes: Sizes, _device: torch.device) -> dict[str, Any]:
+    return {"mask": Causal() & Window(_reach(sizes), 0)}
+
+
+def _documents_mask(sizes: Sizes, _device: torch.device) -> dict[str, Any]:
+    return {"mask": Causal() & Documents(lengths=_lengths(sizes))}
+
+
+def _padding_mask(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    return {"mask": Causal() & KeyPadding(left=torch.tensor(_padding(sizes), device=device), finite=True)}
 
 
 CASES: tuple[Case, ...] = (
     Case(
-        "causal, GQA",
+        "causal, GQA, train",
+        "llama8b_train_4k_b2",
         torch.bfloat16,
         train=True,
         small=Sizes(1, 8, 2, 512, 64),
@@ -127,27 +150,52 @@ CASES: tuple[Case, ...] = (
         plain=True,
     ),
     Case(
+        "causal mask tensor",
+        "dense_causal_4k",
+        torch.bfloat16,
+        train=False,
+        small=Sizes(1, 8, 2, 1024, 64),
+        large=Sizes(1, 32, 8, 4096, 128),
+        ours=_mask_tensor,
+        allowed=_causal,
+        plain=False,
+    ),
+    Case(
         "sliding window",
+        "window_4k_of_16k",
         torch.bfloat16,
         train=False,
         small=Sizes(1, 4, 2, 2048, 64),
-        large=Sizes(1, 16, 8, 16384, 128),
-        ours=lambda sizes: {"mask": Window(_reach(sizes), 0)},
+        large=Sizes(1, 32, 8, 16384, 128),
+        ours=_window_mask,
         allowed=_window,
         plain=False,
     ),
     Case(
-        "packed documents",
+        "documents, train",
+        "docs_8k_train",
         torch.bfloat16,
         train=True,
-        small=Sizes(1, 4, 4, 512, 64),
-        large=Sizes(1, 16, 16, 8192, 128),
-        ours=lambda sizes: {"mask": Causal() & Documents(lengths=tuple(_lengths(sizes)))},
+        small=Sizes(1, 4, 2, 512, 64),
+        large=Sizes(1, 32, 8, 8192, 128),
+        ours=_documents_mask,
         allowed=_documents,
         plain=False,
     ),
     Case(
-        "head_dim 320, GQA",
+        "padded on the left",
+        "left_pad_causal_2k_b8",
+        torch.bfloat16,
+        train=False,
+        small=Sizes(4, 4, 2, 512, 64),
+        large=Sizes(8, 32, 8, 2048, 128),
+        ours=_padding_mask,
+        allowed=_padded,
+        plain=False,
+    ),
+    Case(
+        "head_dim 320, train",
+        "d320_gqa_train_4k",
         torch.bfloat16,
         train=True,
         small=Sizes(1, 4, 2, 256, 320),
@@ -157,7 +205,8 @@ CASES: tuple[Case, ...] = (
         plain=True,
     ),
     Case(
-        "head_dim 512, GQA",
+        "head_dim 512",
+        "gemma4_d512_prefill_4k",
         torch.bfloat16,
         train=False,
         small=Sizes(1, 4, 2, 512, 512),
@@ -167,23 +216,14 @@ CASES: tuple[Case, ...] = (
         plain=True,
     ),
     Case(
-        "float32",
+        "float32, train",
+        "fp32_train_1k",
         torch.float32,
         train=True,
         small=Sizes(1, 8, 8, 512, 64),
-        large=Sizes(1, 16, 16, 2048, 64),
+        large=Sizes(2, 16, 16, 1024, 64),
         ours=_is_causal,
         allowed=_causal,
         plain=True,
-    ),
-    Case(
-        "rows with no key",
-        torch.float32,
-        train=True,
-        small=Sizes(2, 4, 4, 256, 64),
-        large=Sizes(2, 16, 16, 1024, 64),
-        ours=lambda sizes: {"mask": Causal() & KeyPadding(left=_padding(sizes))},
-        allowed=_padded,
-        plain=False,
     ),
 )

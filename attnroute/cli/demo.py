@@ -1,9 +1,10 @@
-"""`attnroute demo`: real calls here; what ran, why the others did not, how exact and how fast."""
+"""`attnroute demo`: real calls here, each held against float64; on a CPU also what a GPU makes of them."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Final
 
 from attnroute.cli._host import probed
 from attnroute.cli._parser import Parser
@@ -11,26 +12,29 @@ from attnroute.errors import ArgumentError
 from attnroute.question.line import render
 from attnroute.report.layout import WIDTH
 from attnroute.report.sentences import host_line
-from attnroute.report.text import render_others
 from attnroute.settings import current
 from attnroute.tables.load import load
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+    from rich.table import Table
 
     from attnroute.cli._demo_run import Outcome, Report
 
 FOUND_WRONG = 1
+WRONG: Final = "[bold red]wrong[/]"
 
 
 def run(words: list[str]) -> int:
     """Run every case; 1 where another kernel ran than was named, or an error is too large."""
     parser = Parser(
-        "demo", "Run real calls here: what ran, why not the others, how exact, how fast beside stock."
+        "demo", "Run real calls here, hold each against float64, and time stock attention beside."
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU where there is one, by default")
     args = parser.parse_args(words)
+    # The profiler, which tells which kernels ran, would write a line to stderr at its begin and at its end.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     probed(load(current().tables))
     return _run(args.device)
 
@@ -43,14 +47,14 @@ def _run(device_type: str | None) -> int:
     if device_type == "cuda" and found != "cuda":
         raise ArgumentError("--device cuda requires a CUDA device; got none that torch sees; leave it out.")
     device = torch.device(device_type or found)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
     reports = _reports(device, console)
-    _summary(reports, console)
-    problems = [f"{report.case.title}: {problem}" for report in reports for problem in report.problems]
-    for problem in problems:
-        console.print(f"wrong: {problem}", markup=False)
+    problems = _print_here(reports, console)
+    if device.type == "cpu":
+        _print_recorded(console)
+    console.print(f'\nWhy a kernel: attnroute explain "{render(reports[0].decision.call)}"', markup=False)
     return FOUND_WRONG if problems else 0
 
 
@@ -66,55 +70,87 @@ def _reports(device: torch.device, console: Console) -> list[Report]:
         task = progress.add_task("", total=len(CASES))
         for case in CASES:
             progress.update(task, description=case.title)
-            report = run_case(case, device)
-            if not reports:
-                console.print(f"on {host_line(report.decision.host)}", markup=False)
-            reports.append(report)
-            console.print(_told(report), markup=False)
+            reports.append(run_case(case, device))
             progress.advance(task)
     return reports
 
 
-def _told(report: Report) -> str:
-    decision, ours, stock = report.decision, report.ours, report.stock
-    lines = [
-        "",
-        report.case.title,
-        f"call       {render(decision.call)}",
-        f"ran        {', '.join(ours.backends)}, {_numbers(ours)}",
-        f"stock ran  {', '.join(stock.backends) or 'nothing known'}, {_numbers(stock)}",
-        render_others(decision),
-    ]
-    return "\n".join(lines)
-
-
-def _numbers(outcome: Outcome) -> str:
-    if outcome.failure:
-        return outcome.failure
-    return f"error {_error(outcome)}, {outcome.milliseconds:.3g} ms"
-
-
-def _error(outcome: Outcome) -> str:
-    return "not finite" if math.isinf(outcome.error) else f"{outcome.error:.1e}"
-
-
-def _summary(reports: list[Report], console: Console) -> None:
+def _table(*columns: str) -> Table:
+    """Return a table of narrow columns, those of numbers to the right."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(
-        title="errors against float64, of output and gradients; times in milliseconds", title_justify="left"
-    )
-    for column in ("call", "", "ran", "error", "time", "stock ran", "error", "time", "gain"):
-        table.add_column(column)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        is_number = column in ("error", "ms", "gain", "predicted")
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
+    return table
+
+
+def _print_here(reports: list[Report], console: Console) -> list[str]:
+    """Print what ran here, and return what is wrong with it."""
+    table = _table("call", "ran", "result", "error", "ms", "stock", "result", "ms", "gain")
     for report in reports:
-        phase = "train" if report.case.train else "forward"
-        gain = report.stock.failure or f"{report.stock.milliseconds / report.ours.milliseconds:.1f}x"
-        table.add_row(report.case.title, phase, *_columns(report.ours), *_columns(report.stock), gain)
-    console.print()
-    console.print(table)
+        ran, result, error, took = _columns(report.ours, report)
+        stock_ran, stock_result, _, stock_took = _columns(report.stock, report)
+        gain = "" if report.stock.failure else _times(report.stock.milliseconds, report.ours.milliseconds)
+        table.add_row(report.case.title, ran, result, error, took, stock_ran, stock_result, stock_took, gain)
+    console.print(f"Here: {host_line(reports[0].decision.host)}", markup=False)
+    console.print(table, soft_wrap=True)
+    problems = [f"{report.case.title}: {problem}" for report in reports for problem in report.problems]
+    for problem in problems:
+        console.print(f"wrong: {problem}", markup=False)
+    right = sum(not report.problems for report in reports)
+    console.print(
+        f"{right} of {len(reports)} right: output and gradients near float64, by the kernel that was named."
+        " stock: scaled_dot_product_attention; gain: how many times as fast."
+    )
+    return problems
 
 
-def _columns(outcome: Outcome) -> tuple[str, str, str]:
+def _columns(outcome: Outcome, report: Report) -> tuple[str, str, str, str]:
     if outcome.failure:
-        return "", "", ""
-    return ", ".join(outcome.backends), _error(outcome), f"{outcome.milliseconds:.3g}"
+        return "", outcome.failure, "", ""
+    is_right = not report.problems if outcome is report.ours else report.is_right(outcome)
+    error = "not finite" if math.isinf(outcome.error) else f"{outcome.error:.1e}"
+    ran = ", ".join(outcome.backends) or "not known"
+    return ran, "[green]right[/]" if is_right else WRONG, error, f"{outcome.milliseconds:.3g}"
+
+
+def _print_recorded(console: Console) -> None:
+    """Print what a GPU makes of the same calls at the size of models, which needs no GPU to be known."""
+    from attnroute.cli._demo_cases import CASES
+    from attnroute.cli._demo_recorded import measured
+
+    found = measured(load(current().tables))
+    table = _table("call", "stock", "torch", "gain", "packages", "ms", "gain", "predicted")
+    for case in CASES:
+        row = found.calls[case.recorded]
+        right_ms = row.stock_ms if row.stock_is_right else None
+        alone, everything = (
+            (choice.backend or "none", _number(choice.recorded_ms), _times(right_ms, choice.recorded_ms))
+            for choice in (row.alone, row.everything)
+        )
+        table.add_row(
+            case.title,
+            WRONG if right_ms is None else _number(right_ms),
+            alone[0],
+            alone[2],
+            *everything,
+            _number(row.everything.predicted_ms),
+        )
+    console.print(
+        "\nOn a CPU torch has one fused kernel, so there is little to gain. The same calls at the size of "
+        f"models on an {found.card}, measured on {found.date} in milliseconds: what is selected with torch "
+        f"alone, and with packages ({found.versions}).",
+        markup=False,
+    )
+    console.print(table, soft_wrap=True)
+
+
+def _number(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.3g}"
+
+
+def _times(stock_ms: float | None, ms: float | None) -> str:
+    return "" if stock_ms is None or ms is None else f"{stock_ms / ms:.1f}x"

@@ -6,6 +6,8 @@ from collections import defaultdict
 from functools import cache
 from typing import Any, NamedTuple
 
+from attnroute.cli._demo_cases import CASES
+from attnroute.question.line import render
 from benchmarks import recorded_h100 as h100
 from benchmarks.kinds import KINDS, Kind, kind_of
 from benchmarks.recorded import RESULTS, Record, load, records
@@ -110,6 +112,31 @@ def environment(source: str) -> dict[str, Any]:
     """Return what a file says of its machine, driver and date among them."""
     found = load(source)
     return {**h100.ENVIRONMENT, **(found.get("environment") or found.get("env") or {})}
+
+
+def demo() -> dict[str, Any]:
+    """Return what `attnroute demo` shows of a GPU: its calls with the times of stock and of every backend."""
+    rows_by_name = {row.record.name: row.record for row in rows_of_models()}
+    found = {case.recorded: rows_by_name[case.recorded] for case in CASES}
+    (source,) = {record.source for record in found.values()}
+    one = next(iter(found.values()))
+    return {
+        "source": source,
+        "date": environment(source)["date"],
+        "everything": one.host.model_dump(exclude_defaults=True),
+        "alone": one.torch_alone.model_dump(exclude_defaults=True),
+        "calls": {name: _demo_call(record) for name, record in found.items()},
+    }
+
+
+def _demo_call(record: Record) -> dict[str, Any]:
+    assert record.stock is not None
+    return {
+        "line": render(record.call),
+        "stock_ms": record.stock.total_ms,
+        "stock_is_right": record.stock.is_right,
+        "ms": {name: time.total_ms for name, time in record.times.items() if time.is_right},
+    }
 
 
 def models() -> dict[str, dict[str, Any]]:
