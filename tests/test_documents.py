@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 READING = (ROOT / "docs" / "reading-explain.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "capability_tables" / "README.md"]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "reference")
 
 
 def section(title):
