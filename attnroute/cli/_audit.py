@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FOUND_WRONG: Final = 1
 FRESH: Final = "fresh"
-RELEASES: Final = ("cudnn", "fa4", "te", "torch")
+RELEASES: Final = ("cudnn", "fa4", "te", "te_choice", "torch")
 """Audits that run the code of releases; `attnroute.audit.<name>` has each."""
 COMPILED: Final = "fa4"
 _SHOWN: Final = 20

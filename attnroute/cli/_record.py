@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnroute.audit import packages
+from attnroute.audit import packages, te_choice
 from attnroute.audit.record import SOURCES, companions, record
 from attnroute.cli._parser import Parser
 from attnroute.errors import ArgumentError
 from attnroute.report.layout import wrapped
+from attnroute.settings import current
+from attnroute.tables.load import load
 
 if TYPE_CHECKING:
     import argparse
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 _ACCEPTANCE = "acceptance"
 _COMPILED = "compiled"
+_TE_CHOICE = "te_choice"
 
 
 def run(words: list[str]) -> int:
@@ -37,8 +40,11 @@ def _lines(args: argparse.Namespace) -> Iterable[str]:
         version = args.version or packages.released(package, ">=0")[0]
         return [f"{package} {version}: {line}" for line in record(args.of, version)]
     if args.version is not None:
-        msg = f"record {args.of} requires no --version, it asks what is installed; got {args.version}."
+        what = "about the release of the table" if args.of == _TE_CHOICE else "what is installed"
+        msg = f"record {args.of} requires no --version, it asks {what}; got {args.version}."
         raise ArgumentError(msg)
+    if args.of == _TE_CHOICE:
+        return te_choice.record(load(current().tables))
     from attnroute.conformance import acceptance, compiled
 
     if args.of == _ACCEPTANCE:
@@ -48,12 +54,13 @@ def _lines(args: argparse.Namespace) -> Iterable[str]:
 
 def parser() -> Parser:
     """Return what reads the command line."""
-    names = ("torch", _ACCEPTANCE, _COMPILED, *SOURCES)
+    names = ("torch", _ACCEPTANCE, _COMPILED, _TE_CHOICE, *SOURCES)
     found = Parser(
         "tables record",
         "Write the data of a release into this checkout; of torch, print what its wheel brings along.\n"
         "`acceptance` asks the checks of the torch that runs it, on the GPUs that it sees.\n"
-        "`compiled` compiles kernels of the flash-attn-4 beside it, without a GPU.",
+        "`compiled` compiles kernels of the flash-attn-4 beside it, without a GPU.\n"
+        "`te_choice` asks TransformerEngine what it would pick, for `explain --as te`.",
     )
     of = found.add_argument("of", choices=names, help="whose release")
     of.metavar = "|".join(names)

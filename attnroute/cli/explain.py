@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from attnroute.cli._call import words_help
 from attnroute.cli._parser import Parser
-from attnroute.cli._question import add_question, print_assumed, question_of
+from attnroute.cli._question import Question, add_question, print_assumed, question_of
 from attnroute.engine.decide import decide
+from attnroute.engine.te_choice import NO_PATH, predict
 from attnroute.errors import NoBackendError
 from attnroute.report.json import decision_json
+from attnroute.report.te_choice import render_te_choice
 from attnroute.report.text import render_decision
 
 if TYPE_CHECKING:
@@ -23,12 +25,25 @@ def run(words: list[str]) -> int:
     """Print the decision; the exit code says what kind of backend was selected."""
     parser = Parser("explain", "Say which backend a call gets, and why not the others.", words_help())
     add_question(parser)
+    parser.add_argument("--as", dest="chooser", choices=("te",), help="say what TransformerEngine would run")
     args = parser.parse_intermixed_args(words)
     asked = question_of(args)
+    if args.chooser is not None:
+        return _as_te(asked, args.format)
     decision = decide(asked.call, asked.host, asked.tables, asked.policy, advise=True)
     print(decision_json(decision) if args.format == "json" else render_decision(decision))
     print_assumed(asked.assumed, args.format)
     return exit_code(decision, asked.tables)
+
+
+def _as_te(asked: Question, form: str) -> int:
+    """Print what TransformerEngine's own module would run, beside the decision."""
+    selected = decide(asked.call, asked.host, asked.tables, asked.policy).selected
+    choice = predict(asked.call, asked.host, asked.tables, selected)
+    text = choice.model_dump_json(indent=2) if form == "json" else ""
+    print(text or render_te_choice(choice, asked.call, asked.host))
+    print_assumed(asked.assumed, form)
+    return NoBackendError.exit_code if choice.path == NO_PATH else 0
 
 
 def exit_code(decision: Decision, tables: Tables) -> int:

@@ -23,6 +23,7 @@ from attnroute.tables.preferences import all_preferences
 from attnroute.tables.read import shipped_folder
 from attnroute.tables.releases import ReleaseTable
 from attnroute.tables.schema import BackendTable, SharedRules
+from attnroute.tables.te_choice import TeChoiceTable
 
 _ELSEWHERE = {
     "audit": ("_audit", "run"),
@@ -36,6 +37,7 @@ _FILES = {
     "<arch>/arch.toml": ArchTable,
     "any/several.toml": SharedRules,
     "any/stock.toml": StockTable,
+    "any/te_choice.toml": TeChoiceTable,
     "releases.toml": ReleaseTable,
     "<arch>/costs/<backend>.toml": CostTable,
     "<arch>/<backend>.toml, any/<backend>.toml, shared/<name>.toml": BackendTable,

@@ -32,12 +32,16 @@ from attnroute.tables.schema import (
     Rule,
     SharedRules,
 )
+from attnroute.tables.te_choice import TeChoiceTable
 from attnroute.vocabulary import Feature
 
 ANY = "any"
+TE_CHOICE = "te_choice"
+"""The file of `any/` about what TransformerEngine's own module picks."""
 SEVERAL = "several"
 """The file of `any/` whose rows hold in several files each, as if they stood there."""
-_NO_BACKEND = ("arch", "stock", SEVERAL)
+NO_BACKEND = ("arch", "stock", TE_CHOICE, SEVERAL)
+"""The files of `any/` that are not about a backend."""
 SHARED = "shared"
 """The folder of files that several architectures include."""
 
@@ -70,7 +74,7 @@ class Tables:
     @cached_property
     def backends(self) -> dict[str, BackendInfo]:
         """Every backend that the tables know, by name."""
-        found = {name: self._info(name) for name in self._names(ANY) if name not in _NO_BACKEND}
+        found = {name: self._info(name) for name in self._names(ANY) if name not in NO_BACKEND}
         for name in found:
             if not re.fullmatch(BACKEND, name):
                 sentence = "requires a name of small letters, digits and underscores for a backend"
@@ -110,6 +114,17 @@ class Tables:
                     self.check_known(f"{ANY}/stock.toml: order {row.name}", row.order)
                 orders = [*found, *orders]
         return tuple(orders)
+
+    @cached_property
+    def te_choice(self) -> TeChoiceTable:
+        """How TransformerEngine's own module picks a kernel; the file of the last folder that has one."""
+        paths = [p for folder in self.folders if (p := self._file(folder, ANY, TE_CHOICE))]
+        if not paths:
+            raise TableError(f"--as te requires {ANY}/{TE_CHOICE}.toml; got none; reinstall the tables.")
+        table: TeChoiceTable = read(paths[-1], TeChoiceTable)
+        for path in table.path:
+            self.check_known(f"{ANY}/{TE_CHOICE}.toml: path {path.name}", path.runs)
+        return table
 
     def arch(self, name: str) -> ArchTable:
         """Return one architecture, or what holds on those that no folder describes.
@@ -190,7 +205,7 @@ class Tables:
         """Folder and name of every file that holds rows about backends, hidden ones aside."""
         found = {(p.parent.name, p.stem) for folder in self.folders for p in folder.glob("*/*.toml")}
         found.update(place for folder in self.folders for place in self._several(folder))
-        others = {(scope, "arch") for scope, _ in found} | {(ANY, "stock"), (ANY, SEVERAL)}
+        others = {(scope, "arch") for scope, _ in found} | {(ANY, name) for name in NO_BACKEND}
         return tuple(sorted(p for p in found - others if "." not in (p[0][0], p[1][0])))
 
     def all_rows(self) -> list[RuleRow]:

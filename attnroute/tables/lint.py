@@ -103,7 +103,7 @@ def _inheritance(tables: Tables) -> Iterator[Problem]:
 
 def _read_all(tables: Tables) -> None:
     """Everything is read once: what cannot be, raises."""
-    _ = tables.stock, tables.all_rows(), tables.all_options()
+    _ = tables.stock, tables.te_choice, tables.all_rows(), tables.all_options()
     for arch in tables.arch_names:
         preferences(tables, arch)
         for backend in tables.backends:

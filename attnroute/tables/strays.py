@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from attnroute.errors import TableError, did_you_mean
 from attnroute.question.host import ARCH
 from attnroute.tables.costs import FOLDER as COSTS
-from attnroute.tables.folders import ANY, SEVERAL, SHARED, Tables
+from attnroute.tables.folders import ANY, NO_BACKEND, SHARED, Tables
 from attnroute.tables.read import shipped_folder
 
 _RELEASES: Final = "releases.toml"
@@ -100,7 +100,7 @@ def _scopes(tables: Tables) -> list[str]:
 def _stems(scope: str, tables: Tables) -> list[str]:
     if scope == SHARED:
         return _included(tables)
-    return [*tables.backends, "arch", *(["stock", SEVERAL] if scope == ANY else [])]
+    return [*tables.backends, *(NO_BACKEND if scope == ANY else ["arch"])]
 
 
 def _unread(scope: str, stem: str, tables: Tables) -> str:
