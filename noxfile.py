@@ -92,6 +92,15 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def torch_suite(session: nox.Session) -> None:
+    """Run PyTorch's tests of its attention inside of route_sdpa(): an hour. Arguments go to run.py there."""
+    _install_for_tests(session)
+    session.install("expecttest")
+    session.run("pytest", "-q", "tests/torch_suite/samples.py")
+    session.run("python", "tests/torch_suite/run.py", *session.posargs)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Install the package and show it at work: real calls, held against float64 and timed beside stock."""
     _clear_settings(session)
