@@ -9,6 +9,7 @@ index of CPU builds (`PIP_EXTRA_INDEX_URL`) or name one in `ATTNROUTE_TEST_TORCH
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -98,6 +99,32 @@ def torch_suite(session: nox.Session) -> None:
     session.install("expecttest")
     session.run("pytest", "-q", "tests/torch_suite/samples.py")
     session.run("python", "tests/torch_suite/run.py", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("release", ["lowest", "newest"])
+def transformers_suite(session: nox.Session, release: str) -> None:
+    """Run transformers' common tests of models with attnroute, for each of the two releases: ten minutes.
+
+    Wheels have no tests, so these come from the source archive of the installed release. Arguments after
+    `--` go to pytest.
+    """
+    _clear_settings(session)
+    (bound,) = _project()["optional-dependencies"]["transformers"]
+    wanted = bound.replace(">=", "==") if release == "lowest" else bound
+    session.install("-e", ".", wanted, "accelerate", "parameterized", "peft", "pytest>=9")
+    _provide_torch(session, reuse_when="torch.cuda.is_available()")
+    found = session.run("python", "-c", "import transformers; print(transformers.__version__)", silent=True)
+    if not isinstance(found, str):  # `nox --install-only`
+        return
+    installed = found.split()[-1]
+    folder = session.create_tmp()
+    archive = ("--no-deps", "--no-binary", "transformers", "--dest", folder)
+    session.run("python", "-m", "pip", "download", "--quiet", *archive, f"transformers=={installed}")
+    shutil.unpack_archive(Path(folder) / f"transformers-{installed}.tar.gz", folder, filter="data")
+    session.env["TRANSFORMERS_TESTS"] = str(Path(folder) / f"transformers-{installed}" / "tests")
+    suite = "tests/transformers_suite"
+    session.run("pytest", "-q", "-c", f"{suite}/pytest.ini", f"{suite}/common.py", *session.posargs)
 
 
 @nox.session

@@ -30,7 +30,7 @@ HARMLESS = frozenset(
         "cache_position",
         "token_type_ids",
         "mm_token_type_ids",
-        # State and outputs of the model around the attention.
+        # State, outputs and loss of the model around the attention.
         "cache",
         "past_key_value",
         "past_key_values",
@@ -41,6 +41,8 @@ HARMLESS = frozenset(
         "return_dict",
         "logits_to_keep",
         "num_items_in_batch",
+        "shift_labels",
+        "ignore_index",
         # Documents for recurrent layers; attention gets them by position_ids or cu_seq_lens_q.
         "seq_idx",
         # Upper bounds of lengths, beside cu_seq_lens_q.

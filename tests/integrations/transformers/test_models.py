@@ -46,6 +46,15 @@ def test_logits_without_a_padding_mask(name):
         close(*both(name, lambda model: model(TOKENS).logits))
 
 
+def test_loss_with_the_options_of_transformers_losses():
+    """Models hand these to their attention along with everything else."""
+    labels = TOKENS.roll(-1, 1)
+    options = {"labels": TOKENS, "shift_labels": labels, "ignore_index": int(labels[0, 0])}
+    with torch.no_grad():
+        found, expected = both("llama", lambda model: model(TOKENS, **options).loss)
+    close(found[None], expected[None])
+
+
 def step_by_step(model, padding, cache):
     """Return the logits of a prompt of four tokens, of two more at once, and of the others one by one."""
     logits = []
