@@ -88,6 +88,18 @@ class NotCompiledError(KernelRefusedError):
     """The selected backend must be compiled and cannot be: run uncompiled, it would allocate all scores."""
 
 
+class OutputError(AttnRouteError):
+    """What a command found out could not be written: a full disk, for one."""
+
+    exit_code: ClassVar[int] = 6
+
+
+class PackageError(AttnRouteError):
+    """A command that reads releases of a package could not have one, or not run its code with stand-ins."""
+
+    exit_code: ClassVar[int] = 7
+
+
 class QuadraticAttentionWarning(UserWarning):
     """The selected backend materialises seqlen_q x seqlen_kv scores; the message names the bytes."""
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from attnroute.audit.packages import PackageError
+from attnroute.errors import PackageError
 
 
 def ask(module: str, folder: Path, questions: list[dict[str, Any]]) -> list[str]:

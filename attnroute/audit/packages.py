@@ -11,24 +11,18 @@ import tempfile
 import zipfile
 from email import message_from_string
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Final
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from attnroute.errors import AttnRouteError, shortened
+from attnroute.errors import PackageError, shortened
 from attnroute.tables.versions import contains
 
 _SECONDS: Final = 600
 _LISTED: Final = re.compile(r"^Available versions: (.+)$", re.MULTILINE)
 _NOT_THERE: Final = "No matching distribution found"
 _NO_NETWORK: Final = re.compile(r"Retrying|connection|Could not fetch|Temporary failure|SSL", re.IGNORECASE)
-
-
-class PackageError(AttnRouteError):
-    """A package could not be had."""
-
-    exit_code: ClassVar[int] = 7
 
 
 def published(name: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import zipfile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from attnroute.audit import packages, signatures
-from attnroute.errors import ArgumentError
+from attnroute.errors import ArgumentError, PackageError
 from attnroute.tables.read import shipped_folder
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def companions(version: str) -> str:
     triton = _pin(needs, "triton")
     if cudnn is None or cuda is None or triton is None:
         msg = f"record torch requires a wheel for CUDA; got torch {version} for the CPU; set another index."
-        raise packages.PackageError(msg)
+        raise PackageError(msg)
     short = [
         ".".join(text.split(".")[:parts]) for text, parts in ((cuda[1], 2), (cudnn[1], 3), (triton[1], 3))
     ]

@@ -1,7 +1,7 @@
 """Run the Python of a package without what it imports: modules of other packages are stand-ins.
 
 A stand-in takes every attribute, call and operation and gives another stand-in. What it does not give is a
-decision: a program that branches on one raises `UndecidedError`, so that no check passes by accident.
+decision: a program that branches on one raises `_UndecidedError`, so that no check passes by accident.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GIVEN: Final[dict[str, object]] = {}
 """What is decided in this process, by dotted name. It belongs to `install` and is read by every stand-in."""
 
 
-class UndecidedError(Exception):
+class _UndecidedError(Exception):
     """The program asked a stand-in for a truth or a number."""
 
 
@@ -89,7 +89,7 @@ class StandIn:
         return StandIn(f"a result of {self._name}")
 
     def _undecided(self, *_: object) -> NoReturn:
-        raise UndecidedError(self._name)
+        raise _UndecidedError(self._name)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _combined
     __floordiv__ = __rfloordiv__ = __mod__ = __neg__ = __or__ = __ror__ = __and__ = __rand__ = _combined

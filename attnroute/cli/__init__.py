@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import Final
 
 from attnroute._version import __version__
-from attnroute.cli._outlet import OutputError, outlets
-from attnroute.errors import ArgumentError, AttnRouteError, did_you_mean, quoted
+from attnroute.cli._outlet import outlets
+from attnroute.errors import ArgumentError, AttnRouteError, OutputError, did_you_mean, quoted
 
 COMMANDS: Final[dict[str, str]] = {
     "explain": "say which backend a call gets on a machine, and why not the others",

@@ -7,21 +7,15 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from attnroute.errors import AttnRouteError
+from attnroute.errors import OutputError
 
 if TYPE_CHECKING:
     from typing import TextIO
 
 _NO_READER = (errno.EPIPE, errno.ESHUTDOWN, errno.EINVAL)
 """What a closed pipe gives; Windows calls it an invalid argument."""
-
-
-class OutputError(AttnRouteError):
-    """What the command line printed could not be written."""
-
-    exit_code: ClassVar[int] = 6
 
 
 class Outlet:

@@ -38,6 +38,14 @@ TITLES = {
     "spec_8_of_4k_b16": "8 queries of 4k keys, batch 16, GQA 32/8",
 }
 """The calls that the README shows, by their names in the grid."""
+STEPS = {
+    "gemma3_train": "Gemma 3",
+    "gpt_oss_train": "gpt-oss",
+    "llama_d128_packed_train": "Llama on packed documents",
+    "llama_d128_train": "Llama",
+    "gpt2_train": "GPT-2",
+}
+"""The models of which the README shows a training step, by their names in the results."""
 CHOICES = ("torch alone", "speed-up", "all packages", "speed-up")
 MARKED = re.compile(r"(<!-- benchmarks: ([a-z ]+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 """What this writes: everything between two comments, of which the first names a block."""
@@ -108,6 +116,28 @@ def _summary() -> str:
         f"with all packages and {faster['torch alone']} with torch alone (geometric means)."
     )
     return textwrap.fill(text, 130, break_on_hyphens=False)
+
+
+def _gains() -> str:
+    """Say what training steps of whole models took, with all packages and with torch alone."""
+    results, alone = (data.models()[f"h200-torch2.11-whole-models{part}"] for part in ("", "-torch-alone"))
+    environment = results["environment"]
+    head = (
+        f"A training step of transformers models with random weights, {environment['card']}, torch "
+        f"{environment['torch']}, transformers {environment['transformers']}, {environment['date']}:"
+    )
+    steps = []
+    for name, title in STEPS.items():
+        found = results["models"][name]
+        other = next(n for n in ("sdpa", "eager") if n in found)
+        ours, theirs, kernels = (
+            found["attnroute"]["ms"],
+            found[other]["ms"],
+            1 / alone["models"][name]["ratio"],
+        )
+        took = f"{number(ours)} ms in place of {number(theirs)} with {other}"
+        steps.append(f"* {title}: {took}, {times(theirs / ours)} ({times(kernels)} with torch alone)")
+    return "\n".join([textwrap.fill(head, 130), "", *steps])
 
 
 def _titled() -> str:
@@ -220,6 +250,7 @@ def _public() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "gains": _gains,
     "summary": _summary,
     "known calls": _titled,
     "kinds": _kinds,

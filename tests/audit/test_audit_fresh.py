@@ -9,6 +9,7 @@ from support.wheels import put_wheel
 
 from attnroute.audit import fresh, packages
 from attnroute.cli import main
+from attnroute.errors import PackageError
 from attnroute.tables.read import read, shipped_folder
 from attnroute.tables.releases import FILE, ReleaseTable
 
@@ -129,9 +130,7 @@ def test_a_wheel_is_fetched_once(index, monkeypatch, tmp_path):
 def test_a_wheel_that_pip_cannot_fetch_is_one_sentence(index, monkeypatch, tmp_path):
     monkeypatch.setattr(packages, "cache", lambda: tmp_path)
     index(lambda _: ("", "ERROR: nothing there"), code=1)
-    with pytest.raises(
-        packages.PackageError, match=r"pip download some==2` requires a wheel .*nothing there"
-    ):
+    with pytest.raises(PackageError, match=r"pip download some==2` requires a wheel .*nothing there"):
         packages.wheel("some", "2")
     assert list((tmp_path / "wheels").iterdir()) == []
 
@@ -139,5 +138,5 @@ def test_a_wheel_that_pip_cannot_fetch_is_one_sentence(index, monkeypatch, tmp_p
 def test_an_archive_that_is_cut_off_says_what_to_remove(tmp_path):
     broken = tmp_path / "some-1.0-py3-none-any.whl"
     broken.write_bytes(b"PK")
-    with pytest.raises(packages.PackageError, match=r"requires to be a whole wheel; .* remove .*some-1.0"):
+    with pytest.raises(PackageError, match=r"requires to be a whole wheel; .* remove .*some-1.0"):
         packages.sources_of(broken, tmp_path / "out")

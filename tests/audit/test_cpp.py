@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from attnroute.audit.cpp import Function
-from attnroute.audit.standins import UndecidedError
+from attnroute.audit.standins import _UndecidedError
 
 HEADER = r"""
 #define MACRO(port) \
@@ -93,7 +93,7 @@ def test_each_kind_of_statement_means_what_it_means_in_cpp(check, given, said):
 
 
 def test_a_branch_on_a_name_that_nobody_gave_is_undecided():
-    with pytest.raises(UndecidedError):
+    with pytest.raises(_UndecidedError):
         Function('check() { if (nobody_said) { return {E, "no"}; } return {E::OK, ""}; }', "check()")({})
 
 

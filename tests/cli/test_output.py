@@ -10,9 +10,8 @@ import sys
 import pytest
 
 from attnroute.cli import main
-from attnroute.cli._outlet import OutputError
 from attnroute.engine.decide import decide
-from attnroute.errors import ArgumentError, TableError, printable
+from attnroute.errors import ArgumentError, OutputError, TableError, printable
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.report.json import decision_from_json, decision_json
