@@ -70,8 +70,9 @@ def test_samples_without_dropout_are_as_exact_as_torchs(dtype, grad):
             assert ours.dtype == theirs.dtype == dtype
             assert ours.shape == theirs.shape
             error, usual = ((t.double() - right).abs().max() for t in (ours, theirs))
-            # Scores reach 200, and a weight is as inexact as its score.
-            assert error <= 2 * usual + 200 * torch.finfo(dtype).eps * right.abs().max().clamp(min=1)
+            # Nothing here is more exact than float64, so there torch's own error is not seen.
+            least = 1e-11 if dtype == torch.float64 else 64 * torch.finfo(dtype).eps
+            assert error <= 2 * usual + least * right.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
