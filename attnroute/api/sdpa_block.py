@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from attnroute import scopes
 from attnroute.api import multi_head, sdpa
 
+_UNFLATTEN: Final = torch.Tensor.unflatten
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _function_modes_here = torch._C._len_torch_function_stack
 _function_mode_at = torch._C._get_function_stack_at
@@ -59,6 +60,9 @@ class _Mode(TorchFunctionMode):
         # Another subclass of Tensor says itself what a function means for it.
         if func in _ROUTED and _PLAIN.issuperset(types) and scopes.routes_sdpa:
             func = _ROUTED[func]
+        elif func is _UNFLATTEN:
+            # dynamo cannot trace torch's function, which calls super(); it knows the method by its name.
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

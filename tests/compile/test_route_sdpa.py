@@ -44,6 +44,11 @@ def more_dims(query):
     return F.scaled_dot_product_attention(query[None], query[None] + 1, query[None], KEEP)
 
 
+def split_heads(query):
+    tokens = query.transpose(1, 2).flatten(2) * 2
+    return plain(tokens.unflatten(-1, (-1, 16)).transpose(1, 2))
+
+
 def unknown(query):
     return F.scaled_dot_product_attention(query, query[:1], query[:1])
 
@@ -81,6 +86,7 @@ CODE = {
     "mask and gqa": (lambda: masked, QUERY, 1),
     "3-D": (lambda: without_batch, QUERY, 1),
     "5-D": (lambda: more_dims, QUERY, 1),
+    "heads split by unflatten": (lambda: split_heads, QUERY, 1),
     "unknown": (lambda: unknown, QUERY, 0),
     "multi-head": (multi_head, TOKENS, 1),
     "multi-head, eval": (evaluated, TOKENS, 1),
