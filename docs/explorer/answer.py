@@ -1,0 +1,122 @@
+"""Answer the explorer in the browser: what its form offers, and one decision as sentences and as JSON.
+
+Pyodide runs this file on the page (worker.js); run as a script it prints what the form offers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from argparse import Namespace
+from typing import Any, Final
+
+from attnroute.cli._host import host_of
+from attnroute.cli.matrix import CALLS
+from attnroute.engine.decide import decide
+from attnroute.engine.decision import Decision, Verdict
+from attnroute.errors import AttnRouteError
+from attnroute.question.host import Host
+from attnroute.question.line import parse, render
+from attnroute.report import sentences
+from attnroute.report.json import decision_json
+from attnroute.report.pages import places
+from attnroute.report.text import render_decision
+from attnroute.tables.cards import DEFAULT
+from attnroute.tables.folders import Tables
+from attnroute.tables.load import load
+from attnroute.tables.read import shipped_folder
+from attnroute.tables.releases import published
+
+_WITH_TORCH: Final = ("torch", "cuda", "cudnn", "triton")
+"""What torch's wheel brings along; everything else that has releases is installed beside it."""
+_ROW: Final = re.compile(r"\[([\w/-]+)\]")
+_ALONG: Final = {"transformer-engine": "transformer-engine-torch"}
+"""Distributions of one release in two parts."""
+
+
+def choices() -> str:
+    """Return as JSON what the form offers: cards by architecture, versions with the newest first, calls."""
+    tables = load(None)
+    cards = {arch: _cards(tables, arch) for arch in tables.arch_names}
+    releases = {name: known[::-1] for name, known in published(shipped_folder()).items()}
+    return json.dumps({"cards": cards, "releases": releases, "bundled": _WITH_TORCH, "calls": CALLS})
+
+
+def _cards(tables: Tables, arch: str) -> list[str]:
+    """Return the names of cards, and of their variants that have numbers of their own."""
+    names = list(tables.arch(arch).cards)
+    variants = (name for name in tables.arch(arch).peak if name != DEFAULT)
+    return sorted([*names, *(v for v in variants if not any(name.endswith(v) for name in names))])
+
+
+def answer(question: str) -> str:
+    """Return the decision for a question, or the sentence that refuses it.
+
+    Args:
+        question: JSON: `arch`; `card`, the name that the driver would give it; `versions` by name, where what
+            torch's wheel brings along may be left out; `line`, the call.
+    """
+    asked = json.loads(question)
+    try:
+        call, (host, assumed) = parse(asked["line"]), _host(asked)
+        decision = decide(call, host, advise=True)
+    except AttnRouteError as error:
+        return json.dumps({"refused": str(error)})
+    return json.dumps(_told(decision, assumed) | {"command": _command(decision, asked)})
+
+
+def _host(asked: dict[str, Any]) -> tuple[Host, str]:
+    given = [f"{name}={version}" for name, version in _versions(asked).items()]
+    host, assumed = host_of(Namespace(arch=asked["arch"], host=None, given=given, without=[]), load(None))
+    return host.model_copy(update={"device_name": asked["card"]}), assumed
+
+
+def _versions(asked: dict[str, Any]) -> dict[str, str]:
+    versions: dict[str, str] = asked["versions"]
+    return versions | {part: versions[name] for name, part in _ALONG.items() if name in versions}
+
+
+def _command(decision: Decision, asked: dict[str, Any]) -> str:
+    """Return what to type for the same answer in a terminal."""
+    words = ["attnroute", "explain", render(decision.call), "--arch", decision.host.arch]
+    for name, version in _versions(asked).items():
+        words += ["--with", f"{name}={version}"]
+    return shlex.join(words)
+
+
+def _told(decision: Decision, assumed: str) -> dict[str, Any]:
+    text = render_decision(decision)
+    pages = places(load(None))
+    return {
+        "line": render(decision.call),
+        "host": sentences.host_line(decision.host),
+        "assumed": assumed,
+        "selected": decision.selected,
+        "why": sentences.why_selected(decision) if decision.selected else sentences.why_none(decision),
+        "order": sentences.order_by(decision) if len(decision.order) > 1 else "",
+        "verdicts": [_verdict(v, decision) for v in sentences.arranged(decision)],
+        "stock": sentences.stock(decision.stock, decision) if decision.stock else "",
+        "hints": [sentences.hint(found, decision.selected) for found in decision.hints],
+        "pages": {row: pages[row] for row in _ROW.findall(text) if row in pages},
+        "text": text,
+        "json": decision_json(decision),
+    }
+
+
+def _verdict(verdict: Verdict, decision: Decision) -> dict[str, Any]:
+    """Return one verdict: its sum as a sentence, its time, and a reason for each row."""
+    return {
+        "backend": verdict.backend,
+        "title": load(None).backends[verdict.backend].title,
+        "status": "selected" if verdict.backend == decision.selected else verdict.status,
+        "sum": sentences.status(verdict, decision),
+        "ms": verdict.predicted_ms,
+        "is_inferred": verdict.prediction is not None and verdict.prediction.kind == "inferred",
+        "repairs": verdict.repairs,
+        "reasons": [sentences.finding(found) for found in sentences.findings(verdict)],
+    }
+
+
+if __name__ == "__main__":
+    print(choices())  # noqa: T201 - A build writes this into a file.
