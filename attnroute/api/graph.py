@@ -18,7 +18,7 @@ from attnroute import scopes
 from attnroute.api import dispatch
 from attnroute.api.records import Given, Output
 from attnroute.biases import ALiBi, Bias, Dense, Softcap
-from attnroute.masks.flat import is_flat, put_together, take_apart
+from attnroute.masks.flat import is_flat, made_of, put_together, take_apart
 from attnroute.masks.objects.base import Mask
 
 _BOUNDS = ("max_seqlen_q", "max_seqlen_kv")
@@ -80,6 +80,8 @@ def _in_graph(_: str, spec: Any, tensors: list[Tensor], *arguments: Any) -> Outp
     }
     if spec is not None:
         constants["mask"] = put_together(spec, tensors)
+    elif isinstance(given.mask, Tensor) and given.layout == "bhsd":
+        constants["mask"] = made_of(given.mask, given.query.shape[-2], given.key.shape[-2])
     return dispatch.run(given._replace(**constants) if constants else given)
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from attnroute.integrations.transformers.carried_mask import CarriedMask
+from attnroute.integrations.transformers.graph_mask import existing, graph_mask
 from attnroute.integrations.transformers.mask_functions import MaskFunction, Reading, read
 from attnroute.integrations.transformers.pattern import Pattern
 from attnroute.masks.tracing import is_traced
@@ -63,6 +65,7 @@ def make_mask(
         kv_length), True = attend. None for a mask without any False, only where that is allowed or one query
         is all there is: then nothing is left open, unless a module has a window. None also in a graph, for
         the causal mask of as many queries as keys, where `allow_is_causal_skip` says that modules know it.
+        The tensor of a graph may stand for a mask object, as `graph_mask` says.
     """
     sizes = (batch_size, q_length, kv_length)
     pattern = None
@@ -73,6 +76,15 @@ def make_mask(
     plain = allow_is_causal_skip and mask_function is causal_mask_function and attention_mask is None
     if traced and plain and _needs_no_mask(q_length, kv_length, q_offset, kv_offset, kwargs.get("config")):
         return None
+    if is_compiling() and q_length > 1:
+        stated = {
+            **kwargs,
+            "allow_is_causal_skip": allow_is_causal_skip,
+            "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
+        }
+        known = graph_mask(sizes, q_offset, kv_offset, mask_function, attention_mask, device, stated)
+        if known is not None:
+            return known
     unread = not traced and (_is_unread(attention_mask) or _is_unread(q_offset))
     if not traced and not unread and (q_length > 1 or allow_is_causal_skip):
         pattern = _pattern(sizes, q_offset, kv_offset, mask_function, attention_mask)
@@ -155,11 +167,7 @@ def _pattern(
 def _with_padding(band: Pattern, padding: Tensor, kv_offset: int) -> Pattern | None:
     if padding.dtype != torch.bool or padding.dim() != 2 or padding.shape[0] != band.batch:
         return None
-    keep = padding[:, kv_offset : kv_offset + band.kv_length]
-    missing = band.kv_length - keep.shape[1]
-    if missing:
-        # Keys beyond the padding mask do not exist yet, as in transformers.
-        keep = torch.nn.functional.pad(keep, (0, missing))
+    keep = existing(padding, kv_offset, band.kv_length)
     in_reach = keep[:, slice(*band.keys)]
     if band.q_length == 1:
         # Kernels take the flags of one row as they are, and at which side they lie is not worth a look.

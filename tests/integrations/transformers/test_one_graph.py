@@ -9,6 +9,8 @@ from functorch.compile import make_boxed_func
 from support.transformers_models import LENGTH, PADDING, TOKENS, close, using
 from torch._dynamo.backends.common import aot_autograd
 
+from attnroute import override
+
 # transformers renamed arguments on the way; the old names work in every version that is supported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 
@@ -129,6 +131,32 @@ def test_decoders_train_in_one_graph(name):
     graphs = check_one_graph(using(name, "attnroute"), inputs)
     if name == "llama":
         assert not graphs.squares()
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
+def test_windows_reach_the_kernels_of_a_graph(name):
+    with override(backend="chunked"):
+        graphs = check_one_graph(using(name, "attnroute"), {"input_ids": TOKENS, "use_cache": True})
+    assert not graphs.squares()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_padding_reaches_the_kernels_of_a_graph(name, side):
+    padding = PADDING[side]
+    model = using(name, "attnroute")
+
+    def run(**inputs):
+        return (model(**inputs).logits * padding[..., None],)
+
+    inputs = {"input_ids": TOKENS, "attention_mask": padding, "use_cache": False}
+    graphs = Graphs()
+    with torch.no_grad(), override(backend="chunked"):
+        found = torch.compile(run, backend=graphs, fullgraph=True)(**inputs)[0]
+        model.set_attn_implementation("eager")
+        close(found, run(**inputs)[0], padding)
+    assert graphs.count == 1
+    assert not graphs.squares()
 
 
 @pytest.mark.parametrize("name", list(OTHERS))
