@@ -144,7 +144,7 @@ def test_the_command_line_knows_it(site, capsys):
     assert "13 backends" in capsys.readouterr().out
     call = ["explain", "fp32 b1 hq2 sq64 d64", "--arch", "cpu", "--backend", "toy"]
     assert main([*call, "--with", "toy-attention=1.0"]) == 0
-    assert "selected   toy, required by the command line" in capsys.readouterr().out
+    assert "selected   toy: required by the command line" in capsys.readouterr().out
     assert main(["rule", "any/toy/head-dim-max"]) == 0
     assert "nobody tried wider heads" in capsys.readouterr().out
 

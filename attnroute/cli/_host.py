@@ -11,21 +11,13 @@ from typing import cast
 from attnroute.cli._parser import Parser
 from attnroute.errors import ArgumentError, did_you_mean, quoted
 from attnroute.question.host import Host
-from attnroute.report.sentences import listed
 from attnroute.tables.alternatives import names_in
-from attnroute.tables.cards import suggestion
 from attnroute.tables.folders import Tables
-from attnroute.tables.read import shipped_folder
-from attnroute.tables.releases import companions_of, known
-from attnroute.tables.versions import comparable, version_of
+from attnroute.tables.machines import WHEEL, machine
+from attnroute.tables.versions import comparable
 
-_WHEEL = ("cuda", "cudnn", "triton")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(KiB|MiB|GiB|TiB|)")
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_ANY_CUDA = frozenset({"triton"})
-"""What every wheel of one torch brings along, whatever its CUDA."""
-_PROCESSOR = {"c++": "present", "avx2": "present"}
-"""What a machine without a GPU is taken to have, as most have it: a C++ compiler of any version, and AVX2."""
 
 
 def add_host(parser: Parser) -> None:
@@ -33,7 +25,8 @@ def add_host(parser: Parser) -> None:
     group = parser.add_argument_group("machine", "this one where neither --arch nor --host is given")
     either = group.add_mutually_exclusive_group()
     either.add_argument(
-        "--arch", help="an architecture, like sm_90 or cpu; versions that are not given are assumed"
+        "--arch",
+        help="an architecture or card, like sm_90, h100 or cpu; versions that are not given are assumed",
     )
     either.add_argument(
         "--host", type=Path, metavar="FILE", help="what `attnroute probe` printed on that machine"
@@ -51,8 +44,8 @@ def add_host(parser: Parser) -> None:
     )
 
 
-def host_of(args: argparse.Namespace, tables: Tables) -> tuple[Host, str]:
-    """Return the machine, and what was assumed about it as a clause ("" where nothing was).
+def host_of(args: argparse.Namespace, tables: Tables) -> Host:
+    """Return the machine.
 
     Raises:
         ArgumentError: A flag is wrong, or this machine is asked about and torch is not installed.
@@ -62,14 +55,10 @@ def host_of(args: argparse.Namespace, tables: Tables) -> tuple[Host, str]:
     without = [_name("--without", word, names) for word in args.without]
     changes: dict[str, str | None] = {**given, **dict.fromkeys(without)}
     if args.host is not None:
-        return _changed(Host.from_file(args.host), changes), ""
+        return _changed(Host.from_file(args.host), changes)
     if args.arch is None:
-        return _changed(probed(tables), changes), ""
-    if args.arch not in tables.arch_names:
-        known, near = ", ".join(tables.arch_names), suggestion(args.arch, tables)
-        raise ArgumentError(f"--arch requires one of {known}; got {quoted(args.arch)}{near}")
-    assumed, why = _assumed(args.arch, given, without)
-    return Host(arch=args.arch, versions={**assumed, **given}), why
+        return _changed(probed(tables), changes)
+    return machine(args.arch, tables, argument="--arch", given=given, without=without)
 
 
 def _changed(host: Host, changes: dict[str, str | None]) -> Host:
@@ -96,48 +85,10 @@ def probed(tables: Tables) -> Host:
     return cast("Host", module.default_host(tables.providers))
 
 
-def _assumed(arch: str, given: dict[str, str], without: list[str]) -> tuple[dict[str, str], str]:
-    """Fill in what was left out: the newest known torch, and what its default wheel brings along."""
-    if "torch" in without:
-        return {}, ""
-    assumed = {} if "torch" in given else {"torch": known(shipped_folder())[-1].torch}
-    if arch == "cpu":
-        clauses = [_clause(assumed, "the newest known release")] if assumed else []
-        usual = {n: v for n, v in _PROCESSOR.items() if n not in given and n not in without}
-        clauses += [_clause(usual, "as most machines have")] if usual else []
-        return {**assumed, **usual}, "; ".join(clauses)
-    torch = given.get("torch", known(shipped_folder())[-1].torch)
-    open_names = [n for n in _WHEEL if n not in given and n not in without]
-    brought, unknown = _brought(torch, given, open_names)
-    assumed |= brought
-    source = "what its default wheel brings" if "torch" in given else "the newest known release"
-    return assumed, "; ".join(part for part in (_clause(assumed, source) if assumed else "", unknown) if part)
-
-
-def _brought(torch: str, given: dict[str, str], names: list[str]) -> tuple[dict[str, str], str]:
-    """Return what torch's wheel is known to bring along, and a clause about what is not known."""
-    wheel = companions_of(torch, shipped_folder())
-    cuda = version_of("cuda", {"torch": torch, **given})
-    if wheel is None:
-        brought, reason = {}, f"torch {torch}"
-    else:
-        default = cuda in (None, wheel.cuda)
-        brought = {n: getattr(wheel, n) for n in names if default or n in _ANY_CUDA}
-        reason = f"torch {torch} with CUDA {cuda}"
-    open_names = [n for n in names if n not in brought]
-    if not open_names:
-        return brought, ""
-    return brought, f"nothing about {listed(open_names)}, because no default wheel of {reason} is listed"
-
-
-def _clause(assumed: dict[str, str], source: str) -> str:
-    return f"{', '.join(f'{name} {version}' for name, version in assumed.items())} ({source})"
-
-
 def _names(tables: Tables) -> tuple[str, ...]:
     infos = (tables.info(arch, backend) for arch in tables.arch_names for backend in tables.backends)
     needed = names_in(need for info in infos for need in info.needs)
-    return tuple(dict.fromkeys(["torch", *_WHEEL, *needed, *tables.providers.by_name]))
+    return tuple(dict.fromkeys(["torch", *WHEEL, *needed, *tables.providers.by_name]))
 
 
 def with_free_memory(host: Host, text: str) -> Host:

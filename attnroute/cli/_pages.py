@@ -19,6 +19,7 @@ from attnroute.question.line import parse
 from attnroute.question.policy import Policy
 from attnroute.report.changes import Rows, render_changes, rows_of
 from attnroute.report.pages import MARK, ORDERS, backend_page, index_page, orders_page
+from attnroute.report.sentences import assumptions
 from attnroute.settings import current
 from attnroute.tables.folders import Tables
 from attnroute.tables.load import load
@@ -81,10 +82,11 @@ def _matrix(tables: Tables) -> str:
     hosts = {a: host_of(Namespace(arch=a, host=None, given=[], without=[]), tables) for a in archs}
     found = {
         arch: [decide(parse(line), host, tables, Policy()) for line in CALLS.values()]
-        for arch, (host, _) in hosts.items()
+        for arch, host in hosts.items()
     }
     lines = ["# What each architecture gets", "", MARK, ""]
-    lines += [f"With {hosts[archs[0]][1]}, and no package besides; `attnroute matrix` asks about others.", ""]
+    (clause,) = assumptions(hosts[archs[0]])
+    lines += [f"On machines with torch alone, {clause}; `attnroute matrix` asks about others.", ""]
     lines += ["| call | " + " | ".join(archs) + " |", "| --- |" + " --- |" * len(archs)]
     for at, name in enumerate(CALLS):
         lines.append(f"| {name} | " + " | ".join(found[a][at].selected or "none" for a in archs) + " |")

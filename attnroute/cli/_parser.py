@@ -28,7 +28,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_format(parser: Parser) -> None:
-    """Add `--format text|json`."""
+    """Add `--format text|json`, and `--json` in its place."""
     parser.add_argument(
         "--format", choices=("text", "json"), default="text", help="for people or for programs"
+    )
+    parser.add_argument(
+        "--json", dest="format", action="store_const", const="json", help="the same as --format json"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import NamedTuple
 
 from attnroute.api.tuned import informed
@@ -13,20 +12,18 @@ from attnroute.cli._parser import Parser, add_format
 from attnroute.question.call import Call
 from attnroute.question.host import Host
 from attnroute.question.policy import Policy, merge
-from attnroute.report.layout import field
 from attnroute.settings import current, policy_of
 from attnroute.tables.folders import Tables
 from attnroute.tables.load import load
 
 
 class Question(NamedTuple):
-    """What a decision is made of, and what was assumed about the machine as a clause ("" for nothing)."""
+    """What a decision is made of."""
 
     call: Call
     host: Host
     tables: Tables
     policy: Policy
-    assumed: str
 
 
 def add_question(parser: Parser) -> None:
@@ -52,14 +49,8 @@ def question_of(args: argparse.Namespace) -> Question:
     below = current()
     policy = merge(below, policy_of("the command line", backend=args.backend, tables=below.tables))
     tables = load(policy.tables)
-    host, assumed = host_of(args, tables)
+    host = host_of(args, tables)
     if args.free_memory is not None:
         host = with_free_memory(host, args.free_memory)
     call = call_of(args)
-    return Question(call, host, tables, informed(call, host, policy), assumed)
-
-
-def print_assumed(assumed: str, form: str) -> None:
-    """Say what was assumed about the machine; behind JSON on stderr, so that programs can read stdout."""
-    if assumed:
-        print(*field("assumed", assumed), sep="\n", file=sys.stderr if form == "json" else sys.stdout)
+    return Question(call, host, tables, informed(call, host, policy))

@@ -134,9 +134,9 @@ def _backends(args: argparse.Namespace, tables: Tables) -> tuple[str, ...]:
 
 
 def _dry_run(args: argparse.Namespace, tables: Tables) -> int:
-    host, assumed = host_of(args, tables)
+    host = host_of(args, tables)
     plan = _plan(args, tables, host)
-    print(f"on {host_line(host)}{f'; assumed: {assumed}' if assumed else ''}")
+    print(f"on {host_line(host)}")
     for points in plan:
         reason = f": not testable here: {points.reason}" if points.reason else ""
         print(f"{points.row.id} for {points.backend}{reason}")

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from attnroute.cli._call import words_help
 from attnroute.cli._parser import Parser
-from attnroute.cli._question import Question, add_question, print_assumed, question_of
+from attnroute.cli._question import Question, add_question, question_of
+from attnroute.cli._terminal import columns, painted
 from attnroute.engine.decide import decide
 from attnroute.engine.te_choice import NO_PATH, predict
 from attnroute.errors import NoBackendError
-from attnroute.report.json import decision_json
+from attnroute.report.json import decision_json, document
+from attnroute.report.layout import field, laid_out
 from attnroute.report.te_choice import render_te_choice
 from attnroute.report.text import render_decision
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from attnroute.tables.folders import Tables
 
 SLOW_ONLY = 3
+_MORE = "-v: every reason with its row, every preparation and hint"
 
 
 def run(words: list[str]) -> int:
@@ -26,13 +29,18 @@ def run(words: list[str]) -> int:
     parser = Parser("explain", "Say which backend a call gets, and why not the others.", words_help())
     add_question(parser)
     parser.add_argument("--as", dest="chooser", choices=("te",), help="say what TransformerEngine would run")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="every reason with its row, every preparation and hint"
+    )
     args = parser.parse_intermixed_args(words)
     asked = question_of(args)
     if args.chooser is not None:
         return _as_te(asked, args.format)
     decision = decide(asked.call, asked.host, asked.tables, asked.policy, advise=True)
-    print(decision_json(decision) if args.format == "json" else render_decision(decision))
-    print_assumed(asked.assumed, args.format)
+    if args.format == "json":
+        print(decision_json(decision, verbose=args.verbose))
+    else:
+        print(painted(_text(decision, verbose=args.verbose)))
     return exit_code(decision, asked.tables)
 
 
@@ -40,10 +48,16 @@ def _as_te(asked: Question, form: str) -> int:
     """Print what TransformerEngine's own module would run, beside the decision."""
     selected = decide(asked.call, asked.host, asked.tables, asked.policy).selected
     choice = predict(asked.call, asked.host, asked.tables, selected)
-    text = choice.model_dump_json(indent=2) if form == "json" else ""
-    print(text or render_te_choice(choice, asked.call, asked.host))
-    print_assumed(asked.assumed, form)
+    if form == "json":
+        print(document(choice.model_dump(mode="json")))
+    else:
+        print(painted(render_te_choice(choice, asked.call, asked.host, columns())))
     return NoBackendError.exit_code if choice.path == NO_PATH else 0
+
+
+def _text(decision: Decision, *, verbose: bool) -> str:
+    text = render_decision(decision, verbose=verbose, width=columns())
+    return text if verbose else f"{text}\n{laid_out([field('more', _MORE)], columns())}"
 
 
 def exit_code(decision: Decision, tables: Tables) -> int:

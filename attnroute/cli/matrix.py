@@ -10,6 +10,7 @@ from attnroute.cli._parser import Parser
 from attnroute.engine.decide import decide
 from attnroute.errors import printable
 from attnroute.question.line import parse
+from attnroute.report.sentences import assumptions
 from attnroute.settings import current
 from attnroute.tables.folders import Tables
 from attnroute.tables.load import load
@@ -54,12 +55,12 @@ def run(words: list[str]) -> int:
 
 def _one(args: argparse.Namespace, tables: Tables) -> list[Table | str]:
     """Rows are calls, columns are backends, a cell is a verdict with its first reason."""
-    host, assumed = host_of(args, tables)
+    host = host_of(args, tables)
     table = _table(f"{host.arch}: verdicts", ["call", *tables.backends])
     for name, line in CALLS.items():
         decision = decide(parse(line), host, tables, current())
         table.add_row(name, *(_cell(v, decision) for v in decision.verdicts))
-    return [table, *_legend(), *([f"assumed: {assumed}"] if assumed else [])]
+    return [table, *_legend(), *assumptions(host)]
 
 
 def _every(args: argparse.Namespace, tables: Tables) -> list[Table | str]:
@@ -72,17 +73,17 @@ def _every(args: argparse.Namespace, tables: Tables) -> list[Table | str]:
     for backend in tables.backends:
         verdicts = ([d.verdict(backend) for d in decisions] for decisions in columns.values())
         taken.add_row(backend, *(_count(column) for column in verdicts))
-    return [selected, taken, *_legend(), f"assumed: {_assumed(args, tables)}"]
+    return [selected, taken, *_legend(), *_assumed(args, tables)]
 
 
 def _decisions(args: argparse.Namespace, arch: str, tables: Tables) -> list[Decision]:
-    host, _ = host_of(argparse.Namespace(**{**vars(args), "arch": arch}), tables)
+    host = host_of(argparse.Namespace(**{**vars(args), "arch": arch}), tables)
     return [decide(parse(line), host, tables, current()) for line in CALLS.values()]
 
 
-def _assumed(args: argparse.Namespace, tables: Tables) -> str:
+def _assumed(args: argparse.Namespace, tables: Tables) -> list[str]:
     cards = next(arch for arch in tables.arch_names if arch != "cpu")
-    return host_of(argparse.Namespace(**{**vars(args), "arch": cards}), tables)[1] or "nothing"
+    return assumptions(host_of(argparse.Namespace(**{**vars(args), "arch": cards}), tables))
 
 
 def _cell(verdict: Verdict, decision: Decision) -> str:

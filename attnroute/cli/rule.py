@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from attnroute.cli._parser import Parser, add_format
+from attnroute.cli._terminal import columns, painted
 from attnroute.errors import ArgumentError, did_you_mean, quoted
 from attnroute.memory import TABLES, cached
 from attnroute.report.pages import places
@@ -26,7 +27,7 @@ def run(words: list[str]) -> int:
     add_format(parser)
     args = parser.parse_args(words)
     row = _find(args.id, load(current().tables))
-    print(row_json(row) if args.format == "json" else render_row(row))
+    print(row_json(row) if args.format == "json" else painted(render_row(row, columns())))
     return 0
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from attnroute.cli._call import words_help
 from attnroute.cli._parser import Parser
-from attnroute.cli._question import add_question, print_assumed, question_of
+from attnroute.cli._question import add_question, question_of
+from attnroute.cli._terminal import columns, painted
 from attnroute.engine.decide import explain_why_not
 from attnroute.errors import ArgumentError, did_you_mean, quoted
-from attnroute.report.json import escaped
+from attnroute.report.json import why_not_json
 from attnroute.report.why_not import render_why_not
 
 
@@ -26,8 +27,7 @@ def run(words: list[str]) -> int:
         raise ArgumentError(f"BACKEND requires one of {known}; got {quoted(args.asked)}{near}")
     answer = explain_why_not(question.call, question.host, question.tables, question.policy, args.asked)
     if args.format == "json":
-        print(escaped(answer.model_dump_json(indent=2)))
+        print(why_not_json(answer))
     else:
-        print(render_why_not(answer))
-    print_assumed(question.assumed, args.format)
+        print(painted(render_why_not(answer, columns())))
     return 0

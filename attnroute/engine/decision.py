@@ -212,12 +212,21 @@ class Decision(_Part):
                 return verdict
         raise KeyError(backend)
 
-    def __str__(self) -> str:
-        """Return the explanation."""
+    def text(self, *, verbose: bool = False, width: int = 80) -> str:
+        """Return the explanation.
+
+        Args:
+            verbose: With every reason of each backend and its row, every preparation and hint.
+            width: Columns.
+        """
         # The import runs here because report renders decisions and so imports this module.
         from attnroute.report.text import render_decision
 
-        return render_decision(self)
+        return render_decision(self, verbose=verbose, width=width)
+
+    def __str__(self) -> str:
+        """Return the explanation in short."""
+        return self.text()
 
 
 class WhyNot(_Part):

@@ -21,9 +21,11 @@ class Host(Plain):
 
     Attributes:
         arch: "sm_90", "sm_120", "cpu", ...; never an int and never a marketing name.
-        device_name: As the driver reports it; empty when nobody asked.
+        device_name: As the driver reports it, or as somebody named it; empty when nobody did.
         versions: Distribution or library to version: torch, cuda, cudnn, flash-attn-4, ... A provider
             that is missing is not installed.
+        assumed: Which of these nobody stated, each with why it was assumed; also what could not be, without a
+            version.
         broken: Distribution to the error its import raised, for installs that cannot be used.
         free_memory: Bytes of the device that are free for what a call makes besides its output; None where
             nobody asked, and then nothing is kept out for what it takes.
@@ -32,6 +34,7 @@ class Host(Plain):
     arch: Arch
     device_name: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
+    assumed: dict[str, str] = Field(default_factory=dict)
     broken: dict[str, str] = Field(default_factory=dict)
     free_memory: Annotated[int, Field(ge=0)] | None = None
 
@@ -48,7 +51,8 @@ class Host(Plain):
         """Return a copy with versions set, or removed where the value is None."""
         merged = {**self.versions, **{k: v for k, v in changes.items() if v is not None}}
         kept = {k: v for k, v in merged.items() if not (k in changes and changes[k] is None)}
-        return self.model_copy(update={"versions": kept})
+        assumed = {name: why for name, why in self.assumed.items() if name not in changes}
+        return self.model_copy(update={"versions": kept, "assumed": assumed})
 
     @classmethod
     def from_file(cls, path: Path) -> Self:

@@ -1,15 +1,40 @@
-"""Write decisions as JSON and read them back."""
+"""Write answers as JSON documents and read decisions back."""
 
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING, Any, Final
 
 from attnroute.engine.decision import Decision
 
+if TYPE_CHECKING:
+    from attnroute.engine.decision import WhyNot
 
-def decision_json(decision: Decision) -> str:
-    """Return the decision as JSON; `decision_from_json` gives the equal decision back."""
-    return escaped(decision.model_dump_json(indent=2))
+SCHEMA_VERSION: Final = 1
+"""Grows where a program that read earlier documents could read a new one wrongly."""
+_ALWAYS: Final = ("selected", "order", "why_this_order", "hints", "stock")
+"""What a short document of a decision has even where it is empty."""
+
+
+def decision_json(decision: Decision, *, verbose: bool = False) -> str:
+    """Return a decision as a JSON document; `decision_from_json` reads it.
+
+    Args:
+        decision: The decision.
+        verbose: Every field and finding, so that the equal decision can be read back. Else fields that have
+            their defaults and rows that hold are left out.
+    """
+    return document(decision.model_dump(mode="json") if verbose else _short(decision))
+
+
+def why_not_json(answer: WhyNot) -> str:
+    """Return why a backend is not selected as a JSON document, with the decision in short."""
+    return document({**answer.model_dump(mode="json"), "decision": _short(answer.decision)})
+
+
+def document(data: dict[str, Any]) -> str:
+    """Return data as a JSON document that names the version of its schema."""
+    return escaped(json.dumps({"schema_version": SCHEMA_VERSION, **data}, indent=2, ensure_ascii=False))
 
 
 def escaped(text: str) -> str:
@@ -25,4 +50,19 @@ def decision_from_json(text: str) -> Decision:
     Raises:
         pydantic.ValidationError: The text is not a decision.
     """
-    return Decision.model_validate_json(text)
+    data = json.loads(text)
+    data.pop("schema_version", None)
+    return Decision.model_validate(data)
+
+
+def _short(decision: Decision) -> dict[str, Any]:
+    whole = decision.model_dump(mode="json")
+    data = decision.model_dump(mode="json", exclude_defaults=True)
+    # A part of a mask without its kind could not be read.
+    call = {name: whole["call"][name] for name in data["call"]}
+    verdicts = [_without_passes(verdict) for verdict in data["verdicts"]]
+    return {**{name: whole[name] for name in _ALWAYS}, **data, "call": call, "verdicts": verdicts}
+
+
+def _without_passes(verdict: dict[str, Any]) -> dict[str, Any]:
+    return {**verdict, "findings": [f for f in verdict["findings"] if f["outcome"] in ("fail", "unknown")]}

@@ -1,35 +1,72 @@
-"""Lay texts out: labels with wrapped text, and sizes in bytes."""
+"""Lay texts out: labels with text that is wrapped to a width, and sizes in bytes."""
 
 from __future__ import annotations
 
+import re
 import textwrap
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 from attnroute.errors import printable
 
-WIDTH: Final = 110
-"""Columns."""
-LABEL: Final = 11
+WIDTH: Final = 80
+"""Columns where nobody says how many there are."""
+_LABEL: Final = 11
 """Columns that labels take, with the space behind them."""
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _ONE_DECIMAL_BELOW: Final = 10
+_UNIT: Final = re.compile(r"(?<=\d) (?=(?:ms|s|[KMG]iB)\b)")
+_TIE: Final = "\x00"
+"""Stands in a printable text for a space at which it is not wrapped."""
 
 
-def field(label: str, text: str) -> list[str]:
-    """Return the lines of a label with its text."""
-    return wrapped(text, f"{label:<{LABEL - 1}} ", " " * LABEL)
+class Line(NamedTuple):
+    """A text that may take several lines.
+
+    Attributes:
+        text: The text.
+        first: What stands before its first line.
+        rest: What stands before the others.
+        wraps: Whether it is wrapped; what can be pasted back stays one line.
+    """
+
+    text: str
+    first: str = ""
+    rest: str = ""
+    wraps: bool = True
 
 
-def wrapped(text: str, first: str, rest: str) -> list[str]:
-    """Wrap at spaces only, so that ids and versions stay whole."""
-    return textwrap.wrap(
-        printable(text),
-        WIDTH,
+def field(label: str, text: str, *, wraps: bool = True) -> Line:
+    """Return a text behind its label."""
+    return Line(text, f"{label:<{_LABEL - 1}} ", " " * _LABEL, wraps)
+
+
+def item(text: str) -> Line:
+    """Return a text that stands below a labelled one."""
+    return Line(text, f"{' ' * _LABEL}- ", " " * (_LABEL + 2))
+
+
+def laid_out(lines: Iterable[Line], width: int = WIDTH) -> str:
+    """Return lines as one text of so many columns."""
+    found: list[str] = []
+    for text, first, rest, wraps in lines:
+        found += (
+            wrapped(text, first, rest, width) if wraps and text else [f"{first}{printable(text)}".rstrip()]
+        )
+    return "\n".join(found)
+
+
+def wrapped(text: str, first: str, rest: str, width: int = WIDTH) -> list[str]:
+    """Wrap at spaces only, so that ids and versions stay whole, and not between a number and its unit."""
+    lines = textwrap.wrap(
+        _UNIT.sub(_TIE, printable(text)),
+        width,
         initial_indent=first,
         subsequent_indent=rest,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace(_TIE, " ") for line in lines]
 
 
 def size(count: int) -> str:

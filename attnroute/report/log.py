@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from attnroute.errors import printable
 from attnroute.memory import register
 from attnroute.question.line import render
-from attnroute.report.sentences import status, why_selected
+from attnroute.report.sentences import selected, why_selected
 from attnroute.report.text import render_decision
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def announce(decision: Decision, mode: Mode) -> None:
     if mode == "off":
         return
     if mode == "all":
-        print(render_decision(decision), file=sys.stderr)  # noqa: T201
+        print(render_decision(decision, verbose=True), file=sys.stderr)  # noqa: T201
         return
     known = decision.selected in _SAID.backends if mode == "once" else decision.selected == _SAID.last
     _SAID.backends.add(decision.selected)
@@ -75,11 +75,9 @@ def compiling(backend: str, structure: str, seconds: float | None, mode: Mode) -
 
 def log_line(decision: Decision) -> str:
     """Say a decision that selected something in one line."""
-    verdict = decision.verdict(decision.selected or "")
-    clause = status(verdict, decision).removeprefix("selected").removeprefix(", ")
-    prepared = f", {clause}," if clause else ""
-    call = f"{render(decision.call)} on {decision.host.arch}"
-    return f"attnroute: {decision.selected}{prepared} for {call}: {why_selected(decision)}{_failed(decision)}"
+    said = selected(decision)
+    call = f"{'' if said == decision.selected else ','} for {render(decision.call)} on {decision.host.arch}"
+    return f"attnroute: {said}{call}: {why_selected(decision)}{_failed(decision)}"
 
 
 def _failed(decision: Decision) -> str:

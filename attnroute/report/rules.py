@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Final
 
-from attnroute.errors import printable
-from attnroute.report.layout import field
+from attnroute.report.json import document
+from attnroute.report.layout import WIDTH, Line, field, laid_out
 from attnroute.report.sentences import words
 from attnroute.tables.conditions import render
 from attnroute.tables.points import options_of
@@ -50,14 +50,13 @@ class Row:
 def row_json(row: Row) -> str:
     """Return a row as JSON: its id, its file and every key of the table."""
     fields = row.content.model_dump(mode="json", exclude_none=True)
-    return json.dumps({"id": row.id, "file": row.file, **fields}, indent=2)
+    return document({"id": row.id, "file": row.file, **fields})
 
 
-def render_row(row: Row) -> str:
+def render_row(row: Row, width: int = WIDTH) -> str:
     """Return a row as lines of label and text."""
     parts = [*_parts(row.content), ("file", row.file), ("page", row.page)]
-    lines = [row.id, *(line for label, text in parts if text for line in field(label, text))]
-    return printable("\n".join(lines))
+    return laid_out([Line(row.id, wraps=False), *(field(*part) for part in parts if part[1])], width)
 
 
 def _parts(content: Rule | Option | Preference | FeatureAnswer | BackendInfo) -> list[tuple[str, str]]:

@@ -68,6 +68,14 @@ def finding(found: Finding) -> str:
     return f"{prefix}requires {found.requires}; got {found.got}{because} [{found.rule}]{lifted}"
 
 
+def reason(found: Finding) -> str:
+    """Say a finding without its row: what it is about is told apart from other calls by its reason."""
+    fault = f"{words(found.kind)}: " if found.kind != "limit" else ""
+    # That a backend has no softcap is no reason for requiring none.
+    told = "" if "/feature-" in found.rule or not found.because else f" (because {found.because})"
+    return f"{fault}requires {found.requires}; got {found.got}{told}"
+
+
 def findings(verdict: Verdict) -> list[Finding]:
     """Return the findings worth saying: what failed or is not known, blocking ones first."""
     found = [f for f in verdict.findings if f.outcome in ("fail", "unknown")]
@@ -77,8 +85,18 @@ def findings(verdict: Verdict) -> list[Finding]:
 def status(verdict: Verdict, decision: Decision) -> str:
     """Say a verdict in one clause: status, preparations, sizes, what is missing, who keeps it out."""
     selected = verdict.backend == decision.selected
-    parts: list[str] = ["selected" if selected else verdict.status]
-    if selected and verdict.status != "eligible":
+    return ", ".join(["selected" if selected else verdict.status, *_details(verdict, decision)])
+
+
+def selected(decision: Decision) -> str:
+    """Say what was selected: its name, preparations, sizes, time."""
+    verdict = decision.verdict(decision.selected or "")
+    return ", ".join([verdict.backend, *_details(verdict, decision)])
+
+
+def _details(verdict: Verdict, decision: Decision) -> list[str]:
+    parts = []
+    if verdict.backend == decision.selected and verdict.status != "eligible":
         parts.append(f"{verdict.status}, allowed by {decision.policy.origin_of('allow_unknown')}")
     if verdict.repairs:
         more = f" ({size(verdict.extra_bytes)} more)" if verdict.extra_bytes else ""
@@ -89,7 +107,7 @@ def status(verdict: Verdict, decision: Decision) -> str:
     parts += [_missing(need, decision.host) for need in verdict.missing]
     if verdict.excluded is not None:
         parts.append(exclusion(verdict.excluded))
-    return ", ".join(parts)
+    return parts
 
 
 def _time(verdict: Verdict, decision: Decision) -> list[str]:
@@ -104,6 +122,14 @@ def _time(verdict: Verdict, decision: Decision) -> list[str]:
     return [
         said + {"measured": "", "inferred": " (inferred)", "tuned": " here by attnroute tune"}[parts.kind]
     ]
+
+
+def with_time(verdict: Verdict) -> str:
+    """Say a backend with the time that is predicted for it, where one is: "fa3 1.69 ms"."""
+    if verdict.prediction is None or verdict.predicted_ms is None:
+        return verdict.backend
+    inferred = " (inferred)" if verdict.prediction.kind == "inferred" else ""
+    return f"{verdict.backend} {verdict.predicted_ms:.3g} ms{inferred}"
 
 
 def is_timed(decision: Decision) -> bool:
@@ -165,7 +191,8 @@ def why_selected(decision: Decision) -> str:
     if is_timed(decision) and decision.verdict(selected or "").measured_ms is not None:
         prediction = decision.verdict(selected or "").prediction
         is_tuned = prediction is not None and prediction.kind == "tuned"
-        return f"first of those that may run, by {'measured' if is_tuned else 'predicted'} time"
+        kind = "measured" if is_tuned else "predicted"
+        return f"first of {len(decision.order)} that may run, by {kind} time"
     rows, reason = preferences(decision)
     if not reason:
         return "first by name, because no preference applies"
@@ -193,12 +220,28 @@ def preferences(decision: Decision) -> tuple[list[str], str]:
 
 
 def host_line(host: Host) -> str:
-    """Say a machine in one line."""
-    names = [n for n in _FIRST_VERSIONS if n in host.versions]
-    names += sorted(set(host.versions) - set(names))
+    """Say a machine in one line: what is known, then what was assumed and why."""
+    stated = [n for n in host.versions if n not in host.assumed]
+    names = [n for n in _FIRST_VERSIONS if n in stated]
+    names += sorted(set(stated) - set(names))
     parts = [host.arch, *([host.device_name] if host.device_name else [])]
     free = [] if host.free_memory is None else [f"{size(host.free_memory)} free"]
-    return ", ".join([*parts, *(f"{name} {host.versions[name]}" for name in names), *free])
+    known = ", ".join([*parts, *(f"{name} {host.versions[name]}" for name in names), *free])
+    return "; ".join([known, *assumptions(host)])
+
+
+def assumptions(host: Host) -> list[str]:
+    """Say what nobody stated, by the reason for which it was assumed, and what is not known."""
+    names_of: dict[str, list[str]] = {}
+    for name, why in host.assumed.items():
+        names_of.setdefault(why, []).append(name)
+    assumed, open_ones = [], []
+    for why, names in names_of.items():
+        if versions := ", ".join(f"{name} {host.versions[name]}" for name in names if name in host.versions):
+            assumed.append(f"assumed {versions} ({why})")
+        else:
+            open_ones.append(f"nothing about {listed(names)}, {why}")
+    return [*assumed, *open_ones]
 
 
 def settings(policy: Policy) -> list[str]:

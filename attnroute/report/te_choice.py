@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnroute.errors import printable
 from attnroute.question.line import render
 from attnroute.report import sentences
-from attnroute.report.layout import LABEL, field, wrapped
+from attnroute.report.layout import WIDTH, Line, field, item, laid_out
 
 if TYPE_CHECKING:
     from attnroute.engine.te_choice import PathAnswer, TeChoice
@@ -24,18 +23,14 @@ _PARTS: Final = {
 _PACKAGE: Final = "transformer-engine"
 
 
-def render_te_choice(choice: TeChoice, call: Call, host: Host) -> str:
+def render_te_choice(choice: TeChoice, call: Call, host: Host, width: int = WIDTH) -> str:
     """Return what the module would run, why not its other kernels, and how it comes to attnroute's choice."""
-    lines = field("te", _head(choice, host))
-    lines.append(f"{'call':<{LABEL}}{render(call)}")
-    lines += field("host", sentences.host_line(host))
-    lines += [""] if choice.answers else []
+    lines = [field("te", _head(choice, host)), field("call", render(call), wraps=False)]
+    lines.append(field("host", sentences.host_line(host)))
+    lines += [Line("")] if choice.answers else []
     for found in choice.answers:
-        lines += field(found.path, f"{found.title}: {_status(found, choice)}")
-        for reason in found.reasons:
-            lines += wrapped(f"- {reason}", " " * LABEL, " " * (LABEL + 2))
-    lines += ["", *field("attnroute", _beside(choice))]
-    return printable("\n".join(lines))
+        lines += [field(found.path, f"{found.title}: {_status(found, choice)}"), *map(item, found.reasons)]
+    return laid_out([*lines, Line(""), field("attnroute", _beside(choice))], width)
 
 
 def _head(choice: TeChoice, host: Host) -> str:

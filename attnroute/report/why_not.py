@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnroute.errors import printable
-from attnroute.question.line import render
 from attnroute.report import sentences
-from attnroute.report.layout import LABEL, field, size
-from attnroute.report.text import render_verdict
+from attnroute.report.layout import WIDTH, Line, field, laid_out, size
+from attnroute.report.text import about, answer_line, verdict_lines
 
 if TYPE_CHECKING:
     from attnroute.engine.decision import Decision, Hint, Verdict, WhyNot
@@ -23,25 +21,20 @@ _BEHIND: Final = {
 }
 
 
-def render_why_not(answer: WhyNot) -> str:
+def render_why_not(answer: WhyNot, width: int = WIDTH) -> str:
     """Return what is selected, the backend's verdict with every reason, and the changes that would select it.
 
     Args:
         answer: The answer for one backend.
+        width: Columns.
     """
     decision, verdict = answer.decision, answer.decision.verdict(answer.backend)
-    if decision.selected is None:
-        lines = field("selected", f"none: {sentences.why_none(decision)}")
-    else:
-        lines = field("selected", f"{decision.selected}, {sentences.why_selected(decision)}")
-    lines.append(f"{'call':<{LABEL}}{render(decision.call)}")
-    lines += [*field("host", sentences.host_line(decision.host)), ""]
-    lines += render_verdict(verdict, decision)
+    lines = [answer_line(decision), *about(decision), Line(""), *verdict_lines(verdict, decision)]
     if answer.backend != decision.selected:
         if answer.behind is not None:
-            lines += field("behind", _behind(answer, verdict, decision))
-        lines += ["", *_changes(answer, verdict)]
-    return printable("\n".join(lines))
+            lines.append(field("behind", _behind(answer, verdict, decision)))
+        lines += [Line(""), *_changes(answer, verdict)]
+    return laid_out(lines, width)
 
 
 def _behind(answer: WhyNot, verdict: Verdict, decision: Decision) -> str:
@@ -68,14 +61,13 @@ def _slower(verdict: Verdict, first: Verdict, decision: Decision) -> str:
     return f"{clause}, {sentences.order_by(decision)}"
 
 
-def _changes(answer: WhyNot, verdict: Verdict) -> list[str]:
+def _changes(answer: WhyNot, verdict: Verdict) -> list[Line]:
     if not answer.changes:
         reasons = len(verdict.blocking) + len(verdict.missing) + (verdict.excluded is not None)
         lifts = f"{reasons} reasons stand against it" if reasons > 1 else "nothing that was tried lifts it"
-        return field(
-            "change", f"none found: no single setting, package, version or property of the call; {lifts}"
-        )
-    return [line for found in answer.changes for line in field("change", _change(found, verdict))]
+        tried = "no single setting, package, version or property of the call"
+        return [field("change", f"none found: {tried}; {lifts}")]
+    return [field("change", _change(found, verdict)) for found in answer.changes]
 
 
 def _change(found: Hint, verdict: Verdict) -> str:

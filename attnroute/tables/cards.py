@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from attnroute.errors import ECHO, did_you_mean
+from attnroute.errors import ECHO, ArgumentError, did_you_mean, quoted
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from attnroute.question.host import Host
     from attnroute.tables.archs import Peak
     from attnroute.tables.folders import Tables
@@ -20,27 +23,77 @@ _SHARED: Final = re.compile(r"nvidia|geforce|tesla|quadro|jetson|agx|rtx|dgx")
 _VARIANT: Final = re.compile(r"(?<=\d)(?=ti|super|sxm|pcie|nvl)")
 """Where the name of a card ends and that of its variant begins."""
 _CAPABILITY: Final = re.compile(r"(?:sm|compute|cc)?[ _.-]?(\d{1,2})[._]?(\d)[af]?")
+_NUMBER: Final = re.compile(r"(?:sm|compute|cc)?[ _.-]?[\d.]+[af]?")
 _SPOKEN: Final = 4
 """Letters that name a card without its number: spark, thor, orin."""
 
 
-def suggestion(word: str, tables: Tables) -> str:
-    """Return the end of a sentence that refuses an architecture: the one that was meant, if that is clear."""
-    arch = arch_of_card(word, tables) or _written_otherwise(word, tables)
+class Named(NamedTuple):
+    """What a word names: an architecture and, where the word is the name of a card, that card."""
+
+    arch: str
+    card: str = ""
+
+
+def named(word: str, tables: Tables, argument: str) -> Named:
+    """Return the architecture that a word names, by its own name or by that of a card: "sm_90", "h100".
+
+    Args:
+        word: What somebody wrote.
+        tables: The tables.
+        argument: Where it was written, for the error.
+
+    Raises:
+        ArgumentError: It names no architecture of the tables, or cards of several.
+    """
+    arch = word if word in tables.arch_names else _written_otherwise(word, tables)
     if arch is not None:
-        return f'; did you mean "{arch}"?'
-    # Of two numbers that look alike neither is nearly the other: 12.0 is not a bigger 10.0.
-    return "." if re.search(r"\d", word) else did_you_mean(word, tables.arch_names) or "."
+        return Named(arch)
+    found = _cards_of(word, tables)
+    archs = {card.arch for card in found}
+    if len(archs) == 1:
+        (arch,) = archs
+        return Named(arch, _variant(word, tables.arch(arch).peak) or found[0].card)
+    known = f"one of {', '.join(tables.arch_names)} or the name of a card, like h100"
+    raise ArgumentError(f"{argument} requires {known}; got {quoted(word)}{_near(word, found, tables)}")
 
 
-def arch_of_card(word: str, tables: Tables) -> str | None:
-    """Return the architecture of the card that a word names; None where it names none, or several."""
-    given, found = _tokens(word), dict[int, set[str]]()
-    for arch in tables.arch_names:
-        for card in tables.arch(arch).cards:
-            found.setdefault(_in_common(given, _tokens(card)), set()).add(arch)
+def _cards_of(word: str, tables: Tables) -> list[Named]:
+    """Return the cards that share the most letters with a word."""
+    given, found = _tokens(word), dict[int, list[Named]]()
+    for card in _all_cards(tables):
+        found.setdefault(_in_common(given, _tokens(card.card)), []).append(card)
     most = max(found, default=0)
-    return next(iter(found[most])) if most and len(found[most]) == 1 else None
+    return found[most] if most else []
+
+
+def _variant(word: str, names: Iterable[str]) -> str:
+    """Return the longest of some names that a word contains: H100 PCIe, where an H100 was found."""
+    runs = _runs(_tokens(word))
+    return max((name for name in names if "".join(_tokens(name)) in runs), key=len, default="")
+
+
+def _near(word: str, found: list[Named], tables: Tables) -> str:
+    """Return the end of a sentence that refuses a word: what was clearly meant, or what is alike."""
+    if found:
+        return f"; that is several cards: {_list(found)}."
+    if _NUMBER.fullmatch(word.lower().strip()):
+        # Of two numbers that look alike neither is nearly the other: 12.0 is not a bigger 10.0.
+        return "."
+    if near := did_you_mean(word, tables.arch_names):
+        return near
+    cards = {"".join(_tokens(card.card)): card for card in _all_cards(tables)}
+    alike = get_close_matches("".join(_tokens(word)), cards, n=3)
+    return f"; known and alike: {_list([cards[name] for name in alike])}." if alike else "."
+
+
+def _list(cards: list[Named]) -> str:
+    return ", ".join(f"{name} ({arch})" for arch, name in cards)
+
+
+def _all_cards(tables: Tables) -> Iterator[Named]:
+    for arch in tables.arch_names:
+        yield from (Named(arch, card) for card in tables.arch(arch).cards)
 
 
 def peak_of(tables: Tables, host: Host) -> Peak | None:
@@ -55,9 +108,7 @@ def peak_of(tables: Tables, host: Host) -> Peak | None:
         of an inherited architecture are not asked: they would be another card's.
     """
     peaks = tables.arch(host.arch).peak
-    said = _runs(_tokens(host.device_name))
-    named = {written: card for card in peaks if (written := "".join(_tokens(card))) in said}
-    return peaks.get(named[max(named, key=len)] if named else DEFAULT)
+    return peaks.get(_variant(host.device_name, peaks) or DEFAULT)
 
 
 def is_one_of(word: str, cards: list[str]) -> bool:

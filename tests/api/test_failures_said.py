@@ -55,7 +55,7 @@ def test_explain_says_what_failed(fakes):
     verdict = decision.verdict("flash")
     assert (verdict.status, verdict.excluded.reason, verdict.excluded.origin) == ("eligible", "failed", SAID)
     assert f"eligible, kept out because it failed in this process: {SAID}" in " ".join(str(decision).split())
-    assert decision_from_json(decision_json(decision)) == decision
+    assert decision_from_json(decision_json(decision, verbose=True)) == decision
     assert explained(tensors(head_dim=16)).selected == "flash"
 
 

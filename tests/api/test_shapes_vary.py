@@ -167,7 +167,7 @@ def test_explain_shows_what_a_plan_takes_and_who_shares_it():
     shared = f"shared by 32 calls as shapes vary: {plan / 32:.3g} ms of each"
     assert f"- plans each new shape in {plan:.3g} ms, {shared}" in " ".join(str(found).split())
     assert " shapes_vary\n" in str(found)
-    data = json.loads(decision_json(found))
+    data = json.loads(decision_json(found, verbose=True))
     assert data["call"]["context"]["shapes_vary"] is True
     assert data["policy"]["calls_per_step"] == 32
     assert next(v for v in data["verdicts"] if v["backend"] == "cudnn")["plan_share_ms"] == plan / 32

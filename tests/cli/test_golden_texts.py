@@ -22,6 +22,7 @@ H100 = Host(
 )
 COMMANDS = {
     "explain-training": "explain bf16 b2 hq32 hkv8 sq4096 skv4096 d128 causal train --arch sm_90",
+    "explain-everything": "explain -v bf16 b2 hq32 hkv8 sq4000 d128 causal --arch h200 --with torch=2.10",
     "explain-head-dim-512": "explain bf16 b1 hq8 hkv4 sq4096 d512 causal --arch sm_120 --with torch=2.11",
     "explain-wrong": "explain bf16 b1 hq1 sq704 d64 dense=704x704 train --arch sm_90 --with torch=2.13",
     "explain-recognised": "explain fp16 b1 hq8 sq4096 d64 dense=1x1x4096x4096:recognized=causal --arch sm_90",

@@ -12,7 +12,7 @@ from attnroute.engine.decide import decide
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.question.policy import Policy
-from attnroute.report.json import decision_from_json, decision_json
+from attnroute.report.json import SCHEMA_VERSION, decision_from_json, decision_json
 
 LINES = (
     "bf16 b2 hq32 hkv8 sq4096 skv4096 d128 causal train",
@@ -43,12 +43,26 @@ POLICIES = st.builds(
 def test_every_decision_parses_back_to_itself(line, sink, dtype, host, policy, advise) -> None:
     call = parse(line).with_(sink=sink, dtype=dtype)
     decision = decide(call, host, policy=policy, advise=advise)
-    assert decision_from_json(decision_json(decision)) == decision
+    assert decision_from_json(decision_json(decision, verbose=True)) == decision
+
+
+@given(st.sampled_from(LINES), HOSTS, POLICIES)
+def test_a_short_document_says_the_same_but_for_rows_that_hold(line, host, policy) -> None:
+    decision = decide(parse(line), host, policy=policy, advise=True)
+    read = decision_from_json(decision_json(decision))
+    held = tuple(
+        v.model_copy(update={"findings": tuple(f for f in v.findings if f.outcome in ("fail", "unknown"))})
+        for v in decision.verdicts
+    )
+    assert read == decision.model_copy(update={"verdicts": held})
+    data = json.loads(decision_json(decision))
+    assert data["schema_version"] == SCHEMA_VERSION
+    assert set(data) >= {"selected", "order", "why_this_order", "hints", "stock"}
 
 
 def test_the_json_has_the_words_of_the_design() -> None:
     decision = decide(parse(LINES[0]), Host(arch="sm_90", versions={"torch": "2.11.0"}), advise=True)
-    data = json.loads(decision_json(decision))
+    data = json.loads(decision_json(decision, verbose=True))
     assert set(data) >= {"call", "host", "policy", "verdicts", "order", "selected", "hints", "stock"}
     assert data["call"]["mask"] == [{"kind": "causal", "alignment": "top_left"}]
     assert set(data["verdicts"][0]) >= {

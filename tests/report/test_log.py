@@ -47,7 +47,7 @@ def test_all_prints_every_explanation_whole(capsys) -> None:
     given = select("alpha")
     announce(given, "all")
     announce(given, "all")
-    assert capsys.readouterr().err == f"{render_decision(given)}\n" * 2
+    assert capsys.readouterr().err == f"{render_decision(given, verbose=True)}\n" * 2
 
 
 def test_a_line_names_backend_preparations_call_machine_and_reason() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 
+from attnroute.report.json import SCHEMA_VERSION
 from attnroute.report.rules import Row, render_row, row_json
 from attnroute.tables.schema import BackendInfo, Evidence, FeatureAnswer, Option, Rule
 
@@ -101,6 +102,7 @@ def test_options_are_printed_with_what_they_set() -> None:
 
 def test_json_has_the_keys_of_the_table() -> None:
     data = json.loads(row_json(Row("any/alpha/nan", "any/alpha.toml", RULE)))
+    assert data.pop("schema_version") == SCHEMA_VERSION
     assert data.pop("id") == "any/alpha/nan"
     assert data.pop("file") == "any/alpha.toml"
     assert Rule.model_validate(data) == RULE

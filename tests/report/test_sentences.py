@@ -163,12 +163,12 @@ REASON = "any/arch/default: gamma is what beta is"
     [
         (
             timed("alpha", "beta", "gamma", why_this_order=TIMES),
-            "first of those that may run, by predicted time",
+            "first of 3 that may run, by predicted time",
             f"by {TIMES}",
         ),
         (
             timed("alpha", "beta", why_this_order=f"{TIMES}; for the rest {REASON}"),
-            "first of those that may run, by predicted time",
+            "first of 3 that may run, by predicted time",
             f"by {TIMES}; the others by [any/arch/default]",
         ),
         (
