@@ -6,17 +6,13 @@ import io
 import re
 import subprocess
 import tarfile
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from attnroute.cli._host import host_of
 from attnroute.cli._parser import Parser
-from attnroute.cli.matrix import CALLS
-from attnroute.engine.decide import decide
+from attnroute.cli.matrix import CALLS, every_machine
 from attnroute.errors import ArgumentError, TableError, quoted, shortened
-from attnroute.question.line import parse
-from attnroute.question.policy import Policy
+from attnroute.report import matrix
 from attnroute.report.changes import Rows, render_changes, rows_of
 from attnroute.report.pages import MARK, ORDERS, backend_page, index_page, orders_page
 from attnroute.report.sentences import assumptions
@@ -78,24 +74,15 @@ def _holds(path: Path, text: str) -> bool:
 
 def _matrix(tables: Tables) -> str:
     """Return the page of what each architecture gets, with the newest known torch and no package besides."""
-    archs = tables.arch_names
-    hosts = {a: host_of(Namespace(arch=a, host=None, given=[], without=[]), tables) for a in archs}
-    found = {
-        arch: [decide(parse(line), host, tables, Policy()) for line in CALLS.values()]
-        for arch, host in hosts.items()
-    }
+    machines = every_machine(tables)
+    (clause,) = assumptions(machines[0].host)
     lines = ["# What each architecture gets", "", MARK, ""]
-    (clause,) = assumptions(hosts[archs[0]])
     lines += [f"On machines with torch alone, {clause}; `attnroute matrix` asks about others.", ""]
-    lines += ["| call | " + " | ".join(archs) + " |", "| --- |" + " --- |" * len(archs)]
-    for at, name in enumerate(CALLS):
-        lines.append(f"| {name} | " + " | ".join(found[a][at].selected or "none" for a in archs) + " |")
-    lines += ["", "## How many of these calls a backend may run", ""]
-    lines += ["| backend | " + " | ".join(archs) + " |", "| --- |" + " --: |" * len(archs)]
-    for backend in tables.backends:
-        counts = [sum(d.verdict(backend).status == "eligible" for d in found[a]) for a in archs]
-        lines.append(f"| [`{backend}`]({backend}.md) | " + " | ".join(map(str, counts)) + " |")
-    lines += ["", "## The calls", "", *(f"* {name}: `{line}`" for name, line in CALLS.items())]
+    lines += [matrix.markdown_machines(machines), "", "## The calls", ""]
+    lines += [f"* {name}: `{line}`" for name, line in CALLS.items()]
+    lines += ["", "## What else could run", "", f"{matrix.markdown_legend()}."]
+    for machine in machines:
+        lines += ["", f"### {machine.host.arch}", "", matrix.markdown_machine(machine)]
     return "\n".join(lines) + "\n"
 
 

@@ -27,10 +27,10 @@ class Parser(argparse.ArgumentParser):
         raise ArgumentError(f"{self.prog}: {problem}; `{self.prog} --help` says more.")
 
 
-def add_format(parser: Parser) -> None:
-    """Add `--format text|json`, and `--json` in its place."""
+def add_format(parser: Parser, *more: str) -> None:
+    """Add `--format` with text, json and what a command has besides, and `--json`."""
     parser.add_argument(
-        "--format", choices=("text", "json"), default="text", help="for people or for programs"
+        "--format", choices=("text", "json", *more), default="text", help="for people or for programs"
     )
     parser.add_argument(
         "--json", dest="format", action="store_const", const="json", help="the same as --format json"

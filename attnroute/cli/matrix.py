@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Final
+import sys
+from typing import Final
 
 from attnroute.cli._host import add_host, host_of
-from attnroute.cli._parser import Parser
+from attnroute.cli._parser import Parser, add_format
+from attnroute.cli._terminal import columns
 from attnroute.engine.decide import decide
-from attnroute.errors import printable
+from attnroute.question.host import Host
 from attnroute.question.line import parse
+from attnroute.question.policy import Policy
+from attnroute.report import matrix
+from attnroute.report.json import document
+from attnroute.report.layout import Line, laid_out
 from attnroute.report.sentences import assumptions
 from attnroute.settings import current
 from attnroute.tables.folders import Tables
 from attnroute.tables.load import load
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from attnroute.engine.decision import Decision, Verdict
+from attnroute.tables.machines import machine
 
 CALLS: Final[dict[str, str]] = {
     "prefill": "bf16 b1 hq32 hkv8 sq4096 skv4096 d128 causal",
@@ -37,8 +39,8 @@ CALLS: Final[dict[str, str]] = {
     "bias gradient": "bf16 b1 hq8 hkv8 sq1024 skv1024 d64 bias=bf16:1x8x1024x1024:grad train",
 }
 """The standard calls: what models ask for, one per kind of limit."""
-_FILE_WIDTH: Final = 300
-"""Columns of a file or pipe: no cell is folded there."""
+_ANY_WIDTH: Final = 10_000
+_MORE: Final = "-v: the calls, and every cell in words; `attnroute explain CALL` says why"
 
 
 def run(words: list[str]) -> int:
@@ -47,83 +49,68 @@ def run(words: list[str]) -> int:
         "matrix", "Show which backends take which calls; every cell is a decision that `explain` explains."
     )
     add_host(parser)
+    add_format(parser, "markdown")
+    parser.add_argument("-v", "--verbose", action="store_true", help="the calls, and every cell in words")
     args = parser.parse_args(words)
-    tables = load(current().tables)
-    _print(_one(args, tables) if args.arch or args.host else _every(args, tables))
+    tables, policy = load(current().tables), current()
+    is_one = bool(args.arch or args.host)
+    hosts = [host_of(args, tables)] if is_one else [_host(args, arch, tables) for arch in tables.arch_names]
+    machines = [decided(host, tables, policy) for host in hosts]
+    print(_RENDER[args.format](machines, is_one, args.verbose))
     return 0
 
 
-def _one(args: argparse.Namespace, tables: Tables) -> list[Table | str]:
-    """Rows are calls, columns are backends, a cell is a verdict with its first reason."""
-    host = host_of(args, tables)
-    table = _table(f"{host.arch}: verdicts", ["call", *tables.backends])
-    for name, line in CALLS.items():
-        decision = decide(parse(line), host, tables, current())
-        table.add_row(name, *(_cell(v, decision) for v in decision.verdicts))
-    return [table, *_legend(), *assumptions(host)]
+def decided(host: Host, tables: Tables, policy: Policy) -> matrix.Machine:
+    """Return what each of the calls gets on a machine."""
+    found = {name: decide(parse(line), host, tables, policy) for name, line in CALLS.items()}
+    return matrix.Machine(host, found)
 
 
-def _every(args: argparse.Namespace, tables: Tables) -> list[Table | str]:
-    """First which backend each call gets, then how many of the calls each backend takes."""
-    selected = _table("selected backend", ["call", *tables.arch_names])
-    taken = _table(f"how many of these {len(CALLS)} calls a backend takes", ["backend", *tables.arch_names])
-    columns = {arch: _decisions(args, arch, tables) for arch in tables.arch_names}
-    for place, name in enumerate(CALLS):
-        selected.add_row(name, *(decisions[place].selected or "none" for decisions in columns.values()))
-    for backend in tables.backends:
-        verdicts = ([d.verdict(backend) for d in decisions] for decisions in columns.values())
-        taken.add_row(backend, *(_count(column) for column in verdicts))
-    return [selected, taken, *_legend(), *_assumed(args, tables)]
+def every_machine(tables: Tables) -> list[matrix.Machine]:
+    """Return each architecture of the tables with the newest known torch and no package besides."""
+    hosts = [machine(arch, tables, argument="arch") for arch in tables.arch_names]
+    return [decided(host, tables, Policy()) for host in hosts]
 
 
-def _decisions(args: argparse.Namespace, arch: str, tables: Tables) -> list[Decision]:
-    host = host_of(argparse.Namespace(**{**vars(args), "arch": arch}), tables)
-    return [decide(parse(line), host, tables, current()) for line in CALLS.values()]
+def _host(args: argparse.Namespace, arch: str, tables: Tables) -> Host:
+    return host_of(argparse.Namespace(**{**vars(args), "arch": arch}), tables)
 
 
-def _assumed(args: argparse.Namespace, tables: Tables) -> list[str]:
-    cards = next(arch for arch in tables.arch_names if arch != "cpu")
-    return assumptions(host_of(argparse.Namespace(**{**vars(args), "arch": cards}), tables))
+def _text(machines: list[matrix.Machine], is_one: bool, verbose: bool) -> str:
+    width, plain = columns(_ANY_WIDTH), not _can_print("".join(s.symbol for s in matrix.SIGNS.values()))
+    if is_one:
+        parts = [matrix.render_machine(machines[0], width, plain=plain), ""]
+    else:
+        assumed = "; ".join(assumptions(machines[0].host))
+        head = f"Which backend each call gets{f'; {assumed}' if assumed else ''}"
+        parts = [laid_out([Line(head)], width), "", matrix.render_machines(machines, width), ""]
+    if not verbose:
+        return "\n".join([*parts, laid_out([Line(_MORE)], width)])
+    longest = max(map(len, CALLS))
+    lines = [f"{name:<{longest}}  {line}" for name, line in CALLS.items()]
+    return "\n".join([*parts, *lines, "", *matrix.details(machines)])
 
 
-def _cell(verdict: Verdict, decision: Decision) -> str:
-    return printable(_cell_text(verdict, decision))
+def _markdown(machines: list[matrix.Machine], is_one: bool, verbose: bool) -> str:
+    if is_one:
+        parts = [matrix.markdown_machine(machines[0]), "", matrix.markdown_legend()]
+    else:
+        parts = [matrix.markdown_machines(machines)]
+    calls = ["", *(f"* {name}: `{line}`" for name, line in CALLS.items())] if verbose else []
+    return "\n".join([*parts, *calls])
 
 
-def _cell_text(verdict: Verdict, decision: Decision) -> str:
-    status = "selected" if verdict.backend == decision.selected else verdict.status
-    if verdict.repairs:
-        return f"{status} + {' + '.join(verdict.repairs)}"
-    if verdict.blocking:
-        return f"{status}: {verdict.blocking[0].rule.rpartition('/')[2]}"
-    return f"{status}: needs {verdict.missing[0]}" if verdict.missing else status
+def _json(machines: list[matrix.Machine], is_one: bool, verbose: bool) -> str:
+    data = [matrix.machine_data(machine, verbose=verbose or is_one) for machine in machines]
+    return document({"calls": CALLS, "machines": data})
 
 
-def _count(column: list[Verdict]) -> str:
-    if all(v.status == "unknown" for v in column):
-        return "unknown"
-    return str(sum(v.status == "eligible" for v in column))
+_RENDER: Final = {"text": _text, "markdown": _markdown, "json": _json}
 
 
-def _legend() -> list[str]:
-    width = max(map(len, CALLS))
-    return ["", *(f"{name:<{width}}  {line}" for name, line in CALLS.items())]
-
-
-def _table(title: str, columns: list[str]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _print(parts: list[Table | str]) -> None:
-    from rich.console import Console
-
-    console = Console(soft_wrap=False, highlight=False)
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    for part in parts:
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+def _can_print(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except (LookupError, UnicodeEncodeError):
+        return False
+    return True

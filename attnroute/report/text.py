@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _HINTS: Final = 3
 """How many hints a short explanation has."""
+_OF_TRACEBACKS: Final = 110
+"""Columns of an exception, which stands among lines of code and paths."""
 _FEW: Final = 0.01
 """The part of a time below which a short explanation says nothing of what is added to it."""
 
@@ -110,7 +112,7 @@ def render_failure(decision: Decision) -> str:
     head = f"{sentences.why_none(decision)}: {render(decision.call)}"
     lines = [Line(head, wraps=False), Line(f"on {sentences.host_line(decision.host)}", rest="   ")]
     lines += [line for verdict in concerned for line in verdict_lines(verdict, decision)]
-    return laid_out([*lines, *_apart(_alternatives(decision))])
+    return laid_out([*lines, *_apart(_alternatives(decision))], _OF_TRACEBACKS)
 
 
 def render_quadratic(decision: Decision) -> str:

@@ -59,17 +59,16 @@ def answer(question: str) -> str:
     """
     asked = json.loads(question)
     try:
-        call, (host, assumed) = parse(asked["line"]), _host(asked)
-        decision = decide(call, host, advise=True)
+        decision = decide(parse(asked["line"]), _host(asked), advise=True)
     except AttnRouteError as error:
         return json.dumps({"refused": str(error)})
-    return json.dumps(_told(decision, assumed) | {"command": _command(decision, asked)})
+    return json.dumps(_told(decision) | {"command": _command(decision, asked)})
 
 
-def _host(asked: dict[str, Any]) -> tuple[Host, str]:
+def _host(asked: dict[str, Any]) -> Host:
     given = [f"{name}={version}" for name, version in _versions(asked).items()]
-    host, assumed = host_of(Namespace(arch=asked["arch"], host=None, given=given, without=[]), load(None))
-    return host.model_copy(update={"device_name": asked["card"]}), assumed
+    host = host_of(Namespace(arch=asked["arch"], host=None, given=given, without=[]), load(None))
+    return host.model_copy(update={"device_name": asked["card"]})
 
 
 def _versions(asked: dict[str, Any]) -> dict[str, str]:
@@ -85,13 +84,12 @@ def _command(decision: Decision, asked: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _told(decision: Decision, assumed: str) -> dict[str, Any]:
-    text = render_decision(decision)
+def _told(decision: Decision) -> dict[str, Any]:
+    text = render_decision(decision, verbose=True)
     pages = places(load(None))
     return {
         "line": render(decision.call),
         "host": sentences.host_line(decision.host),
-        "assumed": assumed,
         "selected": decision.selected,
         "why": sentences.why_selected(decision) if decision.selected else sentences.why_none(decision),
         "order": sentences.order_by(decision) if len(decision.order) > 1 else "",
@@ -100,7 +98,7 @@ def _told(decision: Decision, assumed: str) -> dict[str, Any]:
         "hints": [sentences.hint(found, decision.selected) for found in decision.hints],
         "pages": {row: pages[row] for row in _ROW.findall(text) if row in pages},
         "text": text,
-        "json": decision_json(decision),
+        "json": decision_json(decision, verbose=True),
     }
 
 

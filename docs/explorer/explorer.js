@@ -174,7 +174,6 @@ function notes(answer) {
     answer.order && `Order ${answer.order}.`,
     inferred && "≈ was inferred from another card, and puts nothing in order.",
     `On ${answer.host}.`,
-    answer.assumed && `Assumed: ${answer.assumed}.`,
   ].filter(Boolean);
 }
 

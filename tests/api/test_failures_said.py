@@ -54,7 +54,9 @@ def test_explain_says_what_failed(fakes):
     assert (decision.selected, "flash" in decision.order) == ("chunked", False)
     verdict = decision.verdict("flash")
     assert (verdict.status, verdict.excluded.reason, verdict.excluded.origin) == ("eligible", "failed", SAID)
-    assert f"eligible, kept out because it failed in this process: {SAID}" in " ".join(str(decision).split())
+    assert f"eligible, kept out because it failed in this process: {SAID}" in " ".join(
+        decision.text(verbose=True).split()
+    )
     assert decision_from_json(decision_json(decision, verbose=True)) == decision
     assert explained(tensors(head_dim=16)).selected == "flash"
 

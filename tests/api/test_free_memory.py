@@ -95,7 +95,7 @@ def test_an_explanation_says_what_is_wanted_and_what_is_free(device):
     assert (excluded.reason, excluded.needed_bytes, excluded.free_bytes) == ("memory", SCORES, SCORES // 2)
     assert (
         "math       eligible, 32 KiB of scores, kept out because it allocates 32 KiB and 16 KiB are free"
-        in str(decision)
+        in decision.text(verbose=True, width=120)
     )
 
 

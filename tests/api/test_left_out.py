@@ -114,8 +114,10 @@ def test_what_is_stated_to_be_finite_is_not_copied():
     assert all("clear_left_out" not in decision.verdict(b).repairs for b in decision.order)
     stated = masks.KeyPadding(lengths=COUNTS, finite=True)
     query, key, value = inputs_of("packed", 0.0, RIGHT)
-    assert "clear_left_out" not in str(attnroute.explain(query, key, value, stated))
-    assert "clear_left_out" in str(attnroute.explain(query, key, value, masks.KeyPadding(lengths=COUNTS)))
+    assert "clear_left_out" not in attnroute.explain(query, key, value, stated).text(verbose=True)
+    assert "clear_left_out" in attnroute.explain(query, key, value, masks.KeyPadding(lengths=COUNTS)).text(
+        verbose=True
+    )
     with pytest.raises(ArgumentError, match="KeyPadding finite requires True or False; got 'yes'"):
         masks.KeyPadding(lengths=COUNTS, finite="yes")
 

@@ -155,7 +155,7 @@ def test_explain_says_what_attention_does_and_notes_nothing():
 
 def test_explain_shows_what_a_plan_takes_and_who_shares_it():
     step(300)
-    text = str(explained(300))
+    text = explained(300).text(verbose=True)
     plan = explained(300).verdict("cudnn").plan_ms
     assert f"plans each new shape in {plan:.3g} ms, shared by 1,000,000 calls\n" in text
     for n in (301, 302):
@@ -165,7 +165,7 @@ def test_explain_shows_what_a_plan_takes_and_who_shares_it():
     assert verdict.plan_share_ms == plan / 32
     assert math.isclose(verdict.ranked_ms, verdict.predicted_ms + plan / 32)
     shared = f"shared by 32 calls as shapes vary: {plan / 32:.3g} ms of each"
-    assert f"- plans each new shape in {plan:.3g} ms, {shared}" in " ".join(str(found).split())
+    assert f"- plans each new shape in {plan:.3g} ms, {shared}" in " ".join(found.text(verbose=True).split())
     assert " shapes_vary\n" in str(found)
     data = json.loads(decision_json(found, verbose=True))
     assert data["call"]["context"]["shapes_vary"] is True

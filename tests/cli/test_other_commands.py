@@ -16,7 +16,6 @@ from attnroute.question.host import Host
 from attnroute.question.line import WORDS, parse, render
 from attnroute.tables import lint
 from attnroute.tables.archs import ArchTable, StockTable
-from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
 from attnroute.tables.schema import BackendTable
 
@@ -86,34 +85,6 @@ def test_an_unknown_rule_names_the_nearest(words, capsys) -> None:
 
 def test_standard_calls_are_lines_in_canonical_form() -> None:
     assert [render(parse(line)) for line in CALLS.values()] == list(CALLS.values())
-
-
-def test_the_matrix_of_one_machine_has_every_verdict(capsys) -> None:
-    assert main(["matrix", "--arch", "sm_90", "--with", "torch=2.11"]) == 0
-    out = capsys.readouterr().out
-    versions = {"torch": "2.11", "cuda": "13.0", "cudnn": "9.19.0", "triton": "3.6.0"}
-    host = Host(arch="sm_90", versions=versions)
-    rows = {
-        name: line.split("│")[2:-1]
-        for line in out.splitlines()
-        # A cell that is wrapped goes on in a line without a name.
-        if line.startswith("│") and (name := line.split("│")[1].strip())
-    }
-    assert set(rows) == set(CALLS)
-    for name, cells in rows.items():
-        decision = decide(parse(CALLS[name]), host)
-        assert len(cells) == len(decision.verdicts)
-        for cell, verdict in zip(cells, decision.verdicts, strict=True):
-            selected = verdict.backend == decision.selected
-            assert cell.strip().startswith("selected" if selected else verdict.status)
-
-
-def test_the_matrix_of_every_architecture_names_them_all(capsys) -> None:
-    assert main(["matrix"]) == 0
-    out = capsys.readouterr().out
-    tables = load()
-    assert [name for name in (*tables.arch_names, *tables.backends, *CALLS) if name not in out] == []
-    assert "assumed torch" in out
 
 
 def test_the_shipped_schema_is_what_the_models_say(capsys) -> None:

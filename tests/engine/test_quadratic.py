@@ -74,7 +74,9 @@ def test_a_wish_still_comes_first_and_the_explanation_says_what_is_built():
     call = parse("bf16 b1 hq8 hkv8 sq8000 skv8000 d64 thd causal sink")
     decision = decide(call, HOPPER, policy=Policy(prefer=("cudnn",)))
     assert decision.selected == "cudnn"
-    assert "builds 183 MiB of mask, an entry for every query and key" in str(decision)
+    assert "builds 183 MiB of mask, an entry for every query and key" in decision.text(
+        verbose=True, width=120
+    )
 
 
 @given(calls(), hosts())

@@ -162,7 +162,7 @@ def test_a_broken_install_is_unavailable_with_its_error(fa4):
     assert found.selected not in ("fa4", "flex_fa4")
     verdict = found.verdict("fa4")
     assert (verdict.status, verdict.missing) == ("unavailable", ("flash-attn-4",))
-    text = " ".join(render_decision(found).split())
+    text = " ".join(render_decision(found, verbose=True).split())
     assert re.search(r"fa4 unavailable, predicted [^,]+, ", text)
     assert f"needs flash-attn-4, which cannot be used ({said})" in text
 
