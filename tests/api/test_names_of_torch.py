@@ -37,3 +37,23 @@ def test_equal_heads_need_no_sharing():
     torch.testing.assert_close(out, scaled_dot_product_attention(QUERY, QUERY, QUERY, enable_gqa=False))
     bshd = attnroute.attention(*(QUERY.transpose(1, 2),) * 3, layout="bshd", enable_gqa=False)
     torch.testing.assert_close(bshd.transpose(1, 2), out)
+
+
+OTHER_RANKS = {
+    "no batch": (torch.randn(4, 6, 16), "query.unsqueeze(0)", lambda out: out[0]),
+    "two batches": (
+        torch.randn(2, 3, 4, 6, 16),
+        "query.flatten(0, -4)",
+        lambda out: out.unflatten(0, (2, 3)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("query", "written", "back"), OTHER_RANKS.values(), ids=OTHER_RANKS)
+def test_other_ranks_are_told_what_to_write_and_it_gives_what_torch_gives(query, written, back):
+    with pytest.raises(attnroute.ArgumentError, match="query requires 4 dimensions") as refused:
+        attnroute.attention(query, query, query)
+    assert written in str(refused.value)
+    batched = eval(written, {"query": query})
+    out = attnroute.attention(batched, batched, batched)
+    torch.testing.assert_close(back(out), scaled_dot_product_attention(query, query, query))

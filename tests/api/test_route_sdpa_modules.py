@@ -34,6 +34,21 @@ def encoder(*, training, **named):
     return module, lambda: module(TOKENS, **named)
 
 
+def decoder(*, training):
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+    module = nn.TransformerDecoder(layer, 2).train(training)
+    return module, lambda: module(TOKENS[:, :5], TOKENS, tgt_mask=CAUSAL[:5, :5], tgt_is_causal=True)
+
+
+def transformer(*, training):
+    torch.manual_seed(0)
+    module = nn.Transformer(32, 4, 2, 2, 64, dropout=0.0, batch_first=True).train(training)
+    return module, lambda: module(
+        TOKENS, TOKENS[:, :5], tgt_mask=CAUSAL[:5, :5], memory_key_padding_mask=PADDING
+    )
+
+
 def hand_written():
     torch.manual_seed(0)
     module = Block()
@@ -49,6 +64,10 @@ MODULES = {
     "encoder, eval": (lambda: encoder(training=False), 2),
     "encoder, causal": (lambda: encoder(training=False, mask=CAUSAL, is_causal=True), 2),
     "encoder, padding": (lambda: encoder(training=False, src_key_padding_mask=PADDING), 2),
+    "decoder, train": (lambda: decoder(training=True), 4),
+    "decoder, eval": (lambda: decoder(training=False), 4),
+    "transformer, train": (lambda: transformer(training=True), 6),
+    "transformer, eval": (lambda: transformer(training=False), 6),
     "hand-written": (hand_written, 1),
 }
 
