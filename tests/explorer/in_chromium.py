@@ -1,4 +1,4 @@
-"""The explorer's page, driven in headless Chromium, says what `decide` says.
+"""The explorer's page, driven in headless Chromium, says what `decide` says; no page of the site is cut.
 
 `nox -s explorer` builds the site and runs this file, which no other session collects. Chromium and its driver
 are found on the path (Debian: chromium, chromium-driver).
@@ -11,6 +11,7 @@ import http.server
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 from selenium import webdriver
@@ -32,6 +33,7 @@ FLAGS = (
     "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
     "disable-component-update disable-sync disable-dev-shm-usage window-size=1366,900"
 )
+SITE = Path(os.environ["EXPLORER_SITE"])
 RELEASES = published(shipped_folder())
 PACKAGES = {
     name: known[-1] for name, known in RELEASES.items() if name not in ("torch", "cuda", "cudnn", "triton")
@@ -59,7 +61,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address():
-    handler = functools.partial(_Quiet, directory=os.environ["EXPLORER_SITE"])
+    handler = functools.partial(_Quiet, directory=SITE)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/explorer/"
@@ -226,13 +228,17 @@ def test_keys_alone_are_enough(page):
     assert_page_says(page, decide(expected, host_of("H100", "sm_90", {"torch": "2.13.0"}), advise=True))
 
 
-@pytest.mark.parametrize("width", [390, 1366])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_cut(browser, page, width, scheme):
+def set_screen(browser, width, scheme="light"):
     size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+
+@pytest.mark.parametrize("width", [390, 1366])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_of_an_answer_is_cut(browser, page, width, scheme):
+    set_screen(browser, width, scheme)
     page.paste(CALLS["training"])
     script = """document.querySelectorAll('.explorer details').forEach(d => d.open = true);
         const isCut = e => e.getBoundingClientRect().right > document.documentElement.clientWidth;
@@ -240,6 +246,21 @@ def test_nothing_is_cut(browser, page, width, scheme):
             .filter(e => e.offsetParent && isCut(e)).map(e => e.outerHTML)"""
     assert browser.execute_script(script) == []
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_rows_lead_to_their_entries(page):
+    """Each row that an answer names is a link to a heading of the reference, and each backend to its page."""
+    page.set_machine("H100", "sm_90", {"torch": "2.11.0"})
+    found = set()
+    for line in (*CALLS.values(), *MORE_CALLS):
+        page.paste(line)
+        script = "return [...document.querySelectorAll('#explorer-answer a')].map(link => link.href)"
+        found.update(page.browser.execute_script(script))
+    assert len(found) > 40
+    for link in found:
+        path, _, mark = link.partition("#")
+        text = (SITE / path.split("/", 3)[3] / "index.html").read_text(encoding="utf-8")
+        assert not mark or f'id="{mark}"' in text, link
 
 
 def test_the_address_of_an_answer_gives_it_again(browser, page):
@@ -256,3 +277,24 @@ def test_nothing_came_from_elsewhere_and_nothing_failed(browser, page):
     loaded = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
     assert [name for name in loaded if not name.startswith("http://127.0.0.1:")] == []
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_the_page_says_what_it_loads():
+    size = sum(path.stat().st_size for path in (SITE / "explorer" / "runtime").iterdir())
+    assert f"{size / 1e6:.0f} MB as files" in (SITE / "explorer" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("width", [390, 1366])
+def test_no_page_is_cut_or_loads_from_elsewhere(browser, address, width):
+    """Code and tables fit at 1366 pixels; on a phone code does, and a page is never wider than the screen."""
+    set_screen(browser, width)
+    parts = "article pre code, article .md-typeset__scrollwrap" if width > 1000 else "article pre code"
+    script = f"""return [document.documentElement.scrollWidth > innerWidth,
+        [...document.querySelectorAll('{parts}')].filter(e => e.scrollWidth > e.clientWidth + 1).length,
+        performance.getEntriesByType('resource').filter(e => !e.name.startsWith(location.origin)).length]"""
+    pages = sorted(path.parent.relative_to(SITE).as_posix() for path in SITE.rglob("index.html"))
+    assert len(pages) > 40
+    for name in pages:
+        browser.get(f"{address.removesuffix('explorer/')}{name}/")
+        assert browser.execute_script(script) == [False, 0, 0], name
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
