@@ -18,7 +18,7 @@ import pytest
 
 import attnroute
 from attnroute import errors
-from attnroute.api.trace import Recording, TracedCall
+from attnroute.api.recording import Recording, TracedCall
 from attnroute.cli import COMMANDS, main
 from attnroute.cli.explain import SLOW_ONLY
 from attnroute.question.facts import FACTS

@@ -144,6 +144,7 @@ def test_every_memory_states_its_owner_its_bound_and_when_it_is_stale():
 PACKAGE = Path(attnroute.__file__).parent
 LISTENERS = {
     "audit/standins.py": {"_GIVEN"},
+    "api/recorder.py": {"ACTIVE"},
     "api/routes.py": {"LISTENERS"},
     "executors/first_call.py": {"_LISTENERS"},
     "executors/launch.py": {"_LISTENERS"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -85,8 +86,8 @@ _LIKE: Memory[object, tuple[Call, Memory[object, Route]]] = Memory(
 """The first of such calls, and the route for each class of numbers of keys."""
 
 
-LISTENERS: list[Callable[[Route, Problem], None]] = []
-"""Who is told of each call that ran, and of its route."""
+LISTENERS: list[Callable[[Route, Problem, Callable[[], Output]], Output]] = []
+"""Who runs each call along its route, with what does so, the first one innermost."""
 
 
 def lookup(key: object) -> Route | None:
@@ -253,10 +254,18 @@ def _question(
 def execute(route: Route, problem: Problem, keeper: Keeper | None = None) -> Output:
     """Run one call along its route. The result has the layout of the user's tensors."""
     inputs = inputs_of(route, problem, keeper)
-    output = problem.in_given_layout(*run_repaired(route.executor, inputs, route.plan))
-    for told in tuple(LISTENERS):
-        told(route, problem)
-    return output
+    if LISTENERS:
+        return _listened_to(route, problem, inputs)
+    return problem.in_given_layout(*run_repaired(route.executor, inputs, route.plan))
+
+
+def _listened_to(route: Route, problem: Problem, inputs: Inputs) -> Output:
+    def run() -> Output:
+        return problem.in_given_layout(*run_repaired(route.executor, inputs, route.plan))
+
+    for listener in LISTENERS.copy():
+        run = partial(listener, route, problem, run)
+    return run()
 
 
 def inputs_of(route: Route, problem: Problem, keeper: Keeper | None = None) -> Inputs:

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from attnroute.api.attention import attention
 from attnroute.api.intake import DEVICES
+from attnroute.api.records import Given
 from attnroute.masks.tracing import innermost_transform
 from attnroute.question.fits import LARGEST
 
@@ -46,17 +47,46 @@ def scaled_dot_product_attention(
         scale: Factor on the scores; None = head_dim_qk ** -0.5.
         enable_gqa: Query heads share key/value heads.
     """
+    given = given_of(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if given is None or not _may_be_routed():
+        return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    out = attention(
+        given.query,
+        given.key,
+        given.value,
+        given.mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        causal_alignment=given.causal_alignment,
+        scale=scale,
+    )
+    if query.dim() == _BATCHED:
+        return out
+    return out[0] if query.dim() < _BATCHED else out.unflatten(0, query.shape[:-3])
+
+
+def given_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Given | None:
+    """Return a call of torch's function as one of `attention()`; None where that does not mean the same."""
     known = (
         _are_known(query, key, value)
         and _fit(query, key, value, enable_gqa=enable_gqa)
         and (attn_mask is None or (not is_causal and _is_mask(attn_mask, query, key)))
         and 0.0 <= dropout_p < 1.0
         and (scale is None or -LARGEST <= scale <= LARGEST)
-        and _may_be_routed()
     )
     if not known:
-        return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    out = attention(
+        return None
+    return Given(
         _batched(query),
         _batched(key),
         _batched(value),
@@ -66,9 +96,6 @@ def scaled_dot_product_attention(
         causal_alignment="top_left" if is_causal else None,
         scale=scale,
     )
-    if query.dim() == _BATCHED:
-        return out
-    return out[0] if query.dim() < _BATCHED else out.unflatten(0, query.shape[:-3])
 
 
 def _may_be_routed() -> bool:

@@ -18,14 +18,14 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from attnroute import scopes
 from attnroute.api import multi_head, sdpa
 
-_UNFLATTEN: Final = torch.Tensor.unflatten
-_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+UNFLATTEN: Final = torch.Tensor.unflatten
+PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _function_modes_here = torch._C._len_torch_function_stack
 _function_mode_at = torch._C._get_function_stack_at
 
 
-def _with_calls_inside(function: Any) -> Callable[..., Any]:
-    """Return one of torch's Python functions as it is, but with the mode on while it runs."""
+def with_calls_inside(function: Any, mode: TorchFunctionMode) -> Callable[..., Any]:
+    """Return one of torch's Python functions as it is, but with a mode on while it runs."""
     names = {
         name: (lambda *_: False) for name in function.__globals__ if name.startswith("has_torch_function")
     }
@@ -35,20 +35,10 @@ def _with_calls_inside(function: Any) -> Callable[..., Any]:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _MODE:
+        with mode:
             return looking_for_none(*args, **kwargs)
 
     return run
-
-
-_ROUTED: Final[dict[Any, Callable[..., Any]]] = {
-    sdpa.stock: sdpa.scaled_dot_product_attention,
-    multi_head.stock: multi_head.multi_head_attention_forward,
-    # A recompute of a checkpoint runs inside of these, and is routed as its forward was.
-    torch.Tensor.backward: _with_calls_inside(torch.Tensor.backward),
-    torch.autograd.backward: _with_calls_inside(torch.autograd.backward),
-    torch.autograd.grad: _with_calls_inside(torch.autograd.grad),
-}
 
 
 class _Mode(TorchFunctionMode):
@@ -58,9 +48,9 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Another subclass of Tensor says itself what a function means for it.
-        if func in _ROUTED and _PLAIN.issuperset(types) and scopes.routes_sdpa:
+        if func in _ROUTED and PLAIN.issuperset(types) and scopes.routes_sdpa:
             func = _ROUTED[func]
-        elif func is _UNFLATTEN:
+        elif func is UNFLATTEN:
             # dynamo cannot trace torch's function, which calls super(); it knows the method by its name.
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -68,6 +58,16 @@ class _Mode(TorchFunctionMode):
 
 _MODE: Final = _Mode()
 """One for all blocks: graphs of torch.compile are made for a mode, and fit each block so."""
+
+
+_ROUTED: Final[dict[Any, Callable[..., Any]]] = {
+    sdpa.stock: sdpa.scaled_dot_product_attention,
+    multi_head.stock: multi_head.multi_head_attention_forward,
+    # A recompute of a checkpoint runs inside of these, and is routed as its forward was.
+    torch.Tensor.backward: with_calls_inside(torch.Tensor.backward, _MODE),
+    torch.autograd.backward: with_calls_inside(torch.autograd.backward, _MODE),
+    torch.autograd.grad: with_calls_inside(torch.autograd.grad, _MODE),
+}
 
 
 class RouteSdpa(scopes.Block):

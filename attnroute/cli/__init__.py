@@ -26,8 +26,7 @@ COMMANDS: Final[dict[str, str]] = {
     "tables": "check the capability tables, or print their schema",
     "probe": "print this machine as JSON",
     "demo": "run real calls here and show what ran, how exact and how fast",
-    "run": "run a script with its scaled_dot_product_attention routed",
-    "trace": "run a script and write which attention calls it made",
+    "run": "run a script with its attention routed, and say which kernels ran",
     "tune": "measure these calls here, and choose by that from now on",
     "conformance": "hold the rows of the tables against the kernels of this machine",
 }

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 
 from attnroute.cli._host import probed
 from attnroute.cli._parser import Parser
-from attnroute.cli.trace import CALLS_FILE
 from attnroute.errors import ArgumentError, quoted
 from attnroute.report.layout import WIDTH
 from attnroute.report.sentences import host_line
@@ -17,11 +16,13 @@ from attnroute.settings import current, policy_of
 from attnroute.tables.load import load
 
 if TYPE_CHECKING:
-    from attnroute.api.trace import Recording
+    from attnroute.api.recording import Recording
     from attnroute.api.tuned import TunedCall
     from attnroute.question.host import Host
     from attnroute.tuning.tune import Task, Tuner
 
+CALLS_FILE: Final = "attnroute-calls.json"
+"""Where the calls are read from, in the current folder."""
 FOUND_WRONG: Final = 1
 INTERRUPTED: Final = 130
 
@@ -31,7 +32,7 @@ def run(words: list[str]) -> int:
     args = _parser().parse_args(words)
     policy = policy_of("--backends", allow=_names(args.backends)) if args.backends else None
     probed(load(current().tables))
-    from attnroute.api.trace import Recording
+    from attnroute.api.recording import Recording
     from attnroute.api.tuned import identity_of, path_for
     from attnroute.tuning.tune import Tuner, lines_of
 

@@ -17,7 +17,7 @@ from attnroute.api import routes
 from attnroute.api.attention import attention
 from attnroute.api.intake import take
 from attnroute.api.question import call_of
-from attnroute.api.trace import TracedCall
+from attnroute.api.recording import TracedCall
 from attnroute.conformance import dropout, values
 from attnroute.conformance.judge import wrong
 from attnroute.conformance.kernels import own_kernels, stranger, watched
@@ -42,6 +42,8 @@ from attnroute.tuning.remake import Problem, remake
 
 if TYPE_CHECKING:
     from attnroute.api.choices import Choice
+    from attnroute.api.records import Output
+    from attnroute.api.routes import Route
     from attnroute.question.call import Call
 
 _LARGE = 2**26
@@ -121,7 +123,12 @@ def _held(
     """Run the kernel and compare what it gives with what is true."""
     run = partial(_kernel, problem, trial.backend, call)
     ran: list[Choice] = []
-    listener = lambda route, _: ran.append(route.choice)  # noqa: E731
+
+    def listener(route: Route, _: object, attend: Callable[[], Output]) -> Output:
+        output = attend()
+        ran.append(route.choice)
+        return output
+
     replaced: list[launch.Replaced] = []
     note = replaced.append
     routes.LISTENERS.append(listener)

@@ -104,7 +104,7 @@ def _details(verdict: Verdict, decision: Decision) -> list[str]:
     if verdict.score_bytes and verdict.status != "rejected":
         parts.append(f"{size(verdict.score_bytes)} of scores")
     parts += _time(verdict, decision)
-    parts += [_missing(need, decision.host) for need in verdict.missing]
+    parts += [missing(need, decision.host) for need in verdict.missing]
     if verdict.excluded is not None:
         parts.append(exclusion(verdict.excluded))
     return parts
@@ -138,7 +138,8 @@ def is_timed(decision: Decision) -> bool:
     return len(timed) > 1
 
 
-def _missing(need: str, host: Host) -> str:
+def missing(need: str, host: Host) -> str:
+    """Say what a backend needs and the host has not."""
     names = alternatives(need)
     if len(names) == 1:
         return f"needs {needed(need)}, which {_why_not(need, host)}"

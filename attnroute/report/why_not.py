@@ -37,6 +37,24 @@ def render_why_not(answer: WhyNot, width: int = WIDTH) -> str:
     return laid_out(lines, width)
 
 
+def render_reason(answer: WhyNot) -> str:
+    """Return in one clause what keeps a backend from a call: the first of several reasons."""
+    decision, verdict = answer.decision, answer.decision.verdict(answer.backend)
+    if verdict.blocking:
+        return sentences.finding(verdict.blocking[0])
+    if verdict.missing:
+        return sentences.missing(verdict.missing[0], decision.host)
+    if verdict.excluded is not None:
+        return sentences.exclusion(verdict.excluded)
+    return _behind(answer, verdict, decision) if answer.behind is not None else ""
+
+
+def render_change(answer: WhyNot) -> str:
+    """Return in one clause the first change that would select a backend; empty where none is known."""
+    verdict = answer.decision.verdict(answer.backend)
+    return _change(answer.changes[0], verdict) if answer.changes else ""
+
+
 def _behind(answer: WhyNot, verdict: Verdict, decision: Decision) -> str:
     """Say what puts a backend that may run behind the selected one."""
     first = decision.verdict(decision.selected or "")

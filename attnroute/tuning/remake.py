@@ -28,7 +28,7 @@ from attnroute.question.nodes import (
 )
 
 if TYPE_CHECKING:
-    from attnroute.api.trace import TracedCall
+    from attnroute.api.recording import TracedCall
 
 _DOCUMENTS: Final = 4
 """How many documents a mask has that does not say it."""

@@ -27,7 +27,7 @@ from attnroute.tuning.remake import Problem, remake
 from attnroute.tuning.timing import Step, Timing, clock_of
 
 if TYPE_CHECKING:
-    from attnroute.api.trace import TracedCall
+    from attnroute.api.recording import TracedCall
     from attnroute.engine.decision import Decision
     from attnroute.question.host import Host
 

@@ -11,7 +11,7 @@ import torch
 import attnroute
 from attnroute import masks
 from attnroute.api import routes
-from attnroute.api.trace import Recording
+from attnroute.api.recording import Recording
 from attnroute.errors import ArgumentError
 
 
@@ -123,7 +123,7 @@ def test_the_file_is_read_back_and_written_after_an_error_too(tmp_path):
     found = Recording.from_file(path)
     assert found == trace.recording
     assert (found.hosts["cpu"].arch, [c.count for c in found.calls]) == ("cpu", [1])
-    assert json.loads(path.read_text(encoding="utf-8"))["format"] == 1
+    assert json.loads(path.read_text(encoding="utf-8"))["format"] == 2
 
 
 def test_a_call_that_is_refused_is_not_counted():
@@ -138,7 +138,7 @@ def test_a_call_that_is_refused_is_not_counted():
     [
         (None, "No such file"),
         ("{", "Invalid JSON"),
-        ('{"format": 2, "hosts": {}, "calls": []}', "format"),
+        ('{"format": 1, "hosts": {}, "calls": []}', "format"),
         (
             '{"hosts": {}, "calls": [{"line": "bf16 nonsense", "device": "cpu", "backend": "flash"}]}',
             "nonsense",
@@ -149,7 +149,7 @@ def test_a_file_that_is_none_is_refused_with_a_sentence(tmp_path, content, said)
     path = tmp_path / "calls.json"
     if content is not None:
         path.write_text(content, encoding="utf-8")
-    with pytest.raises(ArgumentError, match=r"attnroute trace -- python script\.py") as refused:
+    with pytest.raises(ArgumentError, match=r"attnroute run --out FILE script\.py") as refused:
         Recording.from_file(path)
     assert said in str(refused.value)
     assert "calls.json" in str(refused.value)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import attnroute
-from attnroute.api.trace import Recording, TracedCall
+from attnroute.api.recording import Recording, TracedCall
 from attnroute.api.tuned import Times, TuningFile
 from attnroute.cli import main
 from attnroute.memory import reset
@@ -92,7 +92,7 @@ def test_a_run_of_commands_in_processes_of_their_own(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    ran("-m", "attnroute", "trace", "--", "script.py")
+    ran("-m", "attnroute", "run", "--out", "attnroute-calls.json", "script.py")
     assert "chunked" in ran("-m", "attnroute", "tune", "--out", "t.json", "--backends", "chunked,flash")
     # Whichever of the two is faster here, the file now says that chunked is by far.
     path = tmp_path / "t.json"
@@ -147,7 +147,7 @@ def test_a_wrong_backend_is_an_exit_code(folder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--calls", "nowhere.json"], "attnroute trace -- python script.py"),
+        (["--calls", "nowhere.json"], "attnroute run --out FILE script.py"),
         (["--margin", "1"], "share"),
         (["--seconds", "-1"], "number of at least 0"),
         (["--backends", "flush"], 'got "flush"; did you mean "flash"?'),

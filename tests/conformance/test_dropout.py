@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from attnroute.api.trace import TracedCall
+from attnroute.api.recording import TracedCall
 from attnroute.conformance import dropout, run
 from attnroute.conformance.trials import Trial
 from attnroute.tuning import gate

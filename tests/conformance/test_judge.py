@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from attnroute.api.trace import TracedCall
+from attnroute.api.recording import TracedCall
 from attnroute.conformance import judge, values
 from attnroute.conformance.judge import wrong
 from attnroute.tuning import gate

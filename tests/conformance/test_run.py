@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnroute.api import repeats
-from attnroute.api.trace import TracedCall
+from attnroute.api.recording import TracedCall
 from attnroute.conformance import kernels, pool, run, values
 from attnroute.conformance.judge import wrong
 from attnroute.conformance.pool import Job, Pool, Worker, run_job

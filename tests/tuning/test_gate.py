@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnroute
-from attnroute.api.trace import TracedCall
+from attnroute.api.recording import TracedCall
 from attnroute.tuning import gate
 from attnroute.tuning.remake import remake
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnroute
-from attnroute.api.trace import TracedCall
+from attnroute.api.recording import TracedCall
 from attnroute.question.line import parse, render
 from attnroute.tuning.remake import parts, remake
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attnroute
-from attnroute.api.trace import TracedCall
+from attnroute.api.recording import TracedCall
 from attnroute.api.tuned import Times, TuningFile, identity_of
 from attnroute.memory import reset
 from attnroute.probes.torch_host import host_of
