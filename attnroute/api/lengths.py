@@ -21,8 +21,11 @@ _FLAG_DIMS: Final = 2
 _SHORTEST: Final = 2
 """Keys from which on contiguous memory is described alike at every length."""
 
-VARIED: Final = 3
-"""From so many shapes of a family on they vary: a batch that is not full and an evaluation make no third."""
+VARIED: Final = 8
+"""From so many shapes of a family on they vary: lengths that a benchmark compares, or that batches are filled
+up to, are fewer, and each is worth its one plan."""
+VARIED_FEW: Final = 3
+"""The same of few queries, whose shapes are those of a growing cache: another at every step."""
 _FAMILIES_KEPT: Final = 256
 
 _FAMILIES: Memory[Hashable, frozenset[Hashable]] = Memory(
@@ -51,10 +54,10 @@ def note_shape(problem: Problem, key: RouteKey) -> bool:
     if family is None:
         return False
     seen = _FAMILIES.get(family) or frozenset()
-    if len(seen) < VARIED and key.shapes not in seen:
+    if len(seen) < _varied(key) and key.shapes not in seen:
         seen = seen | {key.shapes}
         _FAMILIES.put(family, seen)
-    return len(seen) >= VARIED
+    return len(seen) >= _varied(key)
 
 
 def do_vary(problem: Problem, key: RouteKey) -> bool:
@@ -62,7 +65,12 @@ def do_vary(problem: Problem, key: RouteKey) -> bool:
     if key.is_lasting:
         return False
     seen = _FAMILIES.get(_family(problem, key)) or frozenset()
-    return len(seen | {key.shapes}) >= VARIED
+    return len(seen | {key.shapes}) >= _varied(key)
+
+
+def _varied(key: RouteKey) -> int:
+    """Return from how many shapes of its family on those of a call vary."""
+    return VARIED_FEW if key.shapes[0][-2] <= FEW else VARIED
 
 
 def _family(problem: Problem, key: RouteKey) -> Hashable:

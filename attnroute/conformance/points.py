@@ -51,6 +51,8 @@ _MOST_LIFTED: Final = 4
 _UNMADE: Final = ("transform", "distributed")
 """What surrounds a call that is not made here."""
 _ORDERS: Final = (("bhsd",) * 3, ("bshd",) * 3)
+_FURTHEST: Final = ("sbhd",) * 3
+"""What lies between two tokens is then the whole batch: as far as facts such as `key_reach` take it to be."""
 
 
 class Side(NamedTuple):
@@ -312,7 +314,9 @@ class _Finder:
         # with tokens outermost.
         apart = [c for c in calls if c.call.layout == "bhsd" and not c.call.strides.kv_heads_expanded]
         for values in ("usual", "low"):
-            trials += [self._trial(c, memory=_ORDERS[1], values=values, past=past) for c, past in apart]
+            for call, past in apart:
+                order = _ORDERS[1] if call.strides.packed or call.batch == 1 else _FURTHEST
+                trials.append(self._trial(call, memory=order, values=values, past=past))
         return Side(tuple(dict.fromkeys(trials)))
 
     def _layouts(self, call: Call) -> Iterator[tuple[Call, tuple[str, ...]]]:
