@@ -193,6 +193,7 @@ def explain(
     prefer: str | Iterable[str] | None = None,
     attn_mask: Tensor | None = None,
     enable_gqa: bool | None = None,
+    arch: str | None = None,
     **arguments: Any,
 ) -> Decision:
     """Say what `attention()` would do with the same arguments, running nothing.
@@ -206,6 +207,8 @@ def explain(
         prefer: As for `attention`.
         attn_mask: As for `attention`.
         enable_gqa: As for `attention`.
+        arch: Another machine, by its architecture or card: "sm_90", "h100". It has the newest known torch
+            and no package besides. None = this machine.
         **arguments: Every other argument of `attention`.
 
     Returns:
@@ -222,4 +225,7 @@ def explain(
         raise TypeError(msg)
     mask = with_names_of_torch(query, key, arguments.get("layout"), mask, attn_mask, enable_gqa)
     given = Given(query, key, value, mask, backend=backend, prefer=prefer, **arguments)
-    return routes.decision_of(take(given), call_policy(backend, prefer), advise=True)
+    problem, policy = take(given), call_policy(backend, prefer)
+    if arch is not None:
+        return routes.decision_on(arch, problem, policy)
+    return routes.decision_of(problem, policy, advise=True)

@@ -16,6 +16,7 @@ from attnroute.api.question import call_of
 from attnroute.api.records import Output, Problem, RouteKey
 from attnroute.api.validate import check
 from attnroute.engine.classes import Span, class_of_keys, span_of
+from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision
 from attnroute.engine.rounding import rounded_down
 from attnroute.executors import first_call, registry
@@ -36,6 +37,7 @@ from attnroute.question.policy import Policy
 from attnroute.report import log
 from attnroute.tables.folders import Tables
 from attnroute.tables.load import load
+from attnroute.tables.machines import machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -205,6 +207,16 @@ def decision_of(problem: Problem, policy: Policy, *, advise: bool = False) -> De
         host = host.model_copy(update={"free_memory": free})
         choice, decision = choices.explained(call, host, tables, policy, advise=advise)
     return decision if choice is None or not advise else _with_compile_time(decision, choice, call, problem)
+
+
+def decision_on(arch: str, problem: Problem, policy: Policy) -> Decision:
+    """Check the arguments and decide for another machine, by the name of its architecture or card.
+
+    Raises:
+        ArgumentError: The arguments mean nothing, or nothing is called so.
+    """
+    call, _, tables = _question(problem, policy, shapes_vary=_vary(problem, policy))
+    return decide(call, machine(arch, tables, argument="arch"), tables, policy, advise=True)
 
 
 def _vary(problem: Problem, policy: Policy) -> bool:

@@ -29,6 +29,7 @@ COMMANDS: Final[dict[str, str]] = {
     "run": "run a script with its attention routed, and say which kernels ran",
     "tune": "measure these calls here, and choose by that from now on",
     "conformance": "hold the rows of the tables against the kernels of this machine",
+    "completion": "print what makes a shell complete these commands",
 }
 """Subcommand to what it does; `attnroute.cli.<name>.run` runs it, "_" for "-"."""
 

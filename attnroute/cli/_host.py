@@ -50,7 +50,7 @@ def host_of(args: argparse.Namespace, tables: Tables) -> Host:
     Raises:
         ArgumentError: A flag is wrong, or this machine is asked about and torch is not installed.
     """
-    names = _names(tables)
+    names = names_of(tables)
     given = dict(_version(word, names) for word in args.given)
     without = [_name("--without", word, names) for word in args.without]
     changes: dict[str, str | None] = {**given, **dict.fromkeys(without)}
@@ -85,7 +85,8 @@ def probed(tables: Tables) -> Host:
     return cast("Host", module.default_host(tables.providers))
 
 
-def _names(tables: Tables) -> tuple[str, ...]:
+def names_of(tables: Tables) -> tuple[str, ...]:
+    """Return every name that --with and --without take."""
     infos = (tables.info(arch, backend) for arch in tables.arch_names for backend in tables.backends)
     needed = names_in(need for info in infos for need in info.needs)
     return tuple(dict.fromkeys(["torch", *WHEEL, *needed, *tables.providers.by_name]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+from attnroute.cli._examples import examples
 from attnroute.errors import ECHO, ArgumentError, shortened
 
 
@@ -12,11 +13,11 @@ class Parser(argparse.ArgumentParser):
     """argparse without abbreviations and without exits: what is wrong becomes an ArgumentError."""
 
     def __init__(self, command: str, description: str, epilog: str = "") -> None:
-        """Take the subcommand's name and what its help says."""
+        """Take the subcommand's name and what its help says; its examples stand at the end."""
         super().__init__(
             prog=f"attnroute {command}",
             description=description,
-            epilog=epilog,
+            epilog="\n\n".join(part for part in (epilog, examples(command)) if part),
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
