@@ -31,6 +31,7 @@ _FIELDS: Final = {
     "head_dim_qk": (("head_dim_qk", "head_dim_v"), ("head_dim_qk",)),
     "head_dim_v": (("head_dim_qk", "head_dim_v"), ("head_dim_v",)),
     "head_dim_max": (("head_dim_qk", "head_dim_v"), ("head_dim_qk",), ("head_dim_v",)),
+    "gqa_ratio": (("num_heads_q",),),
 }
 """The fields of a call that make a size what a bound is about: together with its partner, or alone."""
 

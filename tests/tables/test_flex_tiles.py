@@ -168,3 +168,69 @@ def test_short_queries_run_the_whole_kernel_where_the_short_one_fails():
     assert forced("2.15.0", 100)
     assert not forced("2.13.0", 1)
     assert not forced("2.13.0", 128)
+
+
+def forward_options(arch, dims, dtype="bfloat16", bias=None, torch="2.11.0", heads=(8, 4), seqlen=4096):
+    """What the forward is given: its options by their names, those of an inference."""
+    given = {"dtype": dtype, "head_dim_qk": dims[0], "head_dim_v": dims[1], "seqlen_q": seqlen}
+    given |= {"num_heads_q": heads[0], "num_heads_kv": heads[1], "seqlen_kv": 4096, "batch": 1}
+    if bias is not None:
+        given["bias"] = {"kind": "dense", "dtype": bias, "shape": [1, heads[0], seqlen, 4096]}
+    host = Host(arch=arch, versions={"torch": torch, "cuda": "13.0", "triton": "3.9.0"})
+    options = judge(Call(**given), host, TABLES, "flex", Policy()).options
+    return {name: value for name, value in options if name.startswith("fwd_")}
+
+
+@pytest.mark.parametrize(
+    ("arch", "dims", "dtype", "bias", "fits"),
+    [
+        ("sm_100", (64, 64), "bfloat16", "float32", False),
+        ("sm_103", (64, 64), "bfloat16", "float32", False),
+        ("sm_110", (64, 64), "bfloat16", "float32", False),
+        ("sm_100", (64, 64), "bfloat16", "bfloat16", True),
+        ("sm_100", (128, 128), "bfloat16", "float32", True),
+        ("sm_80", (128, 128), "float32", "float32", False),
+        ("sm_80", (256, 256), "bfloat16", "float32", False),
+        ("sm_80", (256, 256), "bfloat16", "bfloat16", True),
+        ("sm_86", (64, 64), "float32", "float32", False),
+        ("sm_89", (64, 64), "float32", "float32", False),
+        ("sm_86", (64, 64), "bfloat16", "bfloat16", True),
+        ("sm_120", (64, 64), "bfloat16", "bfloat16", True),
+    ],
+)
+def test_own_tiles_that_do_not_fit_beside_a_bias_are_replaced(arch, dims, dtype, bias, fits):
+    """`python -m benchmarks.flex_tiles` prints what each takes."""
+    assert ("fwd_BLOCK_M" in forward_options(arch, dims, dtype, bias)) is not fits
+    if dims != (256, 256):
+        assert "fwd_BLOCK_M" not in forward_options(arch, dims, dtype)
+
+
+def test_192_and_128_get_other_tiles_beside_a_float32_bias():
+    assert forward_options("sm_86", (192, 128), bias="bfloat16")["fwd_BLOCK_M"] == 128
+    assert forward_options("sm_86", (192, 128), bias="float32")["fwd_BLOCK_M"] == 64
+
+
+@pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_110"])
+def test_the_backward_of_a_bias_has_tiles_on_blackwell(arch):
+    bias = {"kind": "dense", "dtype": "float32", "shape": [1, 8, 4096, 4096], "requires_grad": True}
+    given = dict(verdict_of(arch, bias=bias).options)
+    assert given["bwd_num_stages"] == 2
+    assert "bwd_BLOCK_M1" not in dict(verdict_of(arch, torch="2.9.1", bias=bias).options)
+    assert "bwd_BLOCK_M1" not in dict(verdict_of(arch).options)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100"])
+def test_one_query_of_an_odd_group_runs_the_whole_kernel_with_tiles_that_fit(arch):
+    """torch leaves the kernel for short queries out there, and its own tiles are those of 128 queries."""
+    assert forward_options(arch, (160, 160), heads=(24, 8), seqlen=1)["fwd_num_stages"] == 1
+    assert forward_options(arch, (160, 160), heads=(8, 4), seqlen=1) == {}
+
+
+@pytest.mark.parametrize(("heads", "refused"), [(128, False), (129, False), (255, False), (256, True)])
+def test_groups_that_no_tile_holds_are_powers_of_two(heads, refused):
+    call = Call(
+        dtype="bfloat16", batch=1, num_heads_q=heads, num_heads_kv=1, seqlen_q=1, seqlen_kv=512,
+        head_dim_qk=64, head_dim_v=64,
+    )  # fmt: skip
+    host = Host(arch="sm_90", versions={"torch": "2.13.0", "cuda": "13.0", "triton": "3.9.0"})
+    assert ("expand_kv" in judge(call, host, TABLES, "flex", Policy()).repairs) is refused
