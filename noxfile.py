@@ -274,7 +274,7 @@ def _provide_torch(session: nox.Session, *, reuse_when: str) -> bool:
         check=False,
     )
     if ask.returncode != 0:
-        session.install(TORCH, TORCH_TESTED_RANGE)
+        session.install(TORCH, TORCH_TESTED_RANGE, "numpy")  # Importing torch without numpy warns.
         return False
     session.log(f"using torch {ask.stdout.strip()} of {sys.executable}")
     shared = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]

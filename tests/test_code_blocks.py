@@ -48,6 +48,11 @@ def pages_with(language):
     return [pytest.param(page, blocks, id=page.name) for page, blocks in found if blocks]
 
 
+def words_of(text):
+    """The words of what was printed; times, versions and rules differ."""
+    return set(re.findall(r"[a-z]{3,}", text))
+
+
 def run(page, blocks):
     """Run blocks one after the other, as somebody does who pastes them into one session."""
     names = {"__name__": "__main__"}
@@ -80,8 +85,11 @@ def session(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("page", "blocks"), pages_with("python"))
-def test_python_runs_as_it_stands_on_the_page(page, blocks, session):
+def test_python_runs_as_it_stands_on_the_page(page, blocks, session, capsys):
     assert run(page, [b for b in blocks if not b.mark])
+    printed = words_of(capsys.readouterr().out)
+    for shown in (block for block in blocks_of(page) if block.language == "text"):
+        assert words_of(shown.code) <= printed
 
 
 @pytest.mark.gpu
@@ -136,9 +144,12 @@ def test_shell_lines_begin_with_programs_that_are_there(page, blocks):
 
 
 def test_every_block_is_of_a_kind_that_a_test_reads():
-    """Blocks without a language are commands and what they print (test_documents, test_house), and trees."""
+    """Blocks without a language are commands and what they print (test_documents, test_house), and trees.
+
+    Those of text are what the Python of their page prints.
+    """
     languages = {page.name: {b.language for b in blocks_of(page)} for page in PAGES}
-    read = {"", "bash", "json", "python", "toml"}
+    read = {"", "bash", "json", "python", "text", "toml"}
     assert {name: found - read for name, found in languages.items() if found - read} == {
         "CONTRIBUTING.md": {"diff"}
     }

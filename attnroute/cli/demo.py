@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from typing import TYPE_CHECKING, Final
 
 from attnroute.cli._host import probed
@@ -35,6 +36,8 @@ def run(words: list[str]) -> int:
     args = parser.parse_args(words)
     # The profiler, which tells which kernels ran, would write a line to stderr at its begin and at its end.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # torch says at its import that numpy, which nothing here needs, is missing.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     probed(load(current().tables))
     return _run(args.device)
 

@@ -228,6 +228,13 @@ class Decision(_Part):
         """Return the explanation in short."""
         return self.text()
 
+    def _repr_html_(self) -> str:
+        """Return the explanation as a table for a notebook."""
+        # The same holds here.
+        from attnroute.report.notebook import decision_html
+
+        return decision_html(self)
+
 
 class WhyNot(_Part):
     """Why a decision did not select one backend.

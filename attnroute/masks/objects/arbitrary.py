@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from attnroute.masks import checks
+from attnroute.masks import checks, picture
 from attnroute.masks.lowered.form import Extent, LoweredMask, MaskFunction, as_4d, intersect
 from attnroute.masks.objects.bands import Causal
 from attnroute.masks.objects.base import Mask
@@ -47,6 +47,11 @@ class Dense(Mask):
         from attnroute.masks.layout import dense_node
 
         return (dense_node(self.tensor),)
+
+    def _wish(self) -> picture.Wish:
+        shape = (1,) * (4 - self.tensor.dim()) + tuple(self.tensor.shape)
+        batch, heads, queries, keys = (0 if size == 1 else size for size in shape)
+        return picture.Wish(batch, heads, queries, keys, is_fixed=True)
 
     def key(self) -> object:
         """Return what the description depends on."""
@@ -97,6 +102,11 @@ class Function(Mask):
         """Return the function node."""
         return (FunctionNode(per_batch=self.per_batch, per_head=self.per_head),)
 
+    def _wish(self) -> picture.Wish:
+        # Tensors that it reads are mostly indexed by tokens.
+        lengths = [tensor.shape[-1] for tensor in self.tensors if tensor.dim()]
+        return picture.square(min(lengths, default=picture.CELLS))
+
     def key(self) -> object:
         """Return what the description depends on."""
         return ("function", self.per_batch, self.per_head)
@@ -139,6 +149,10 @@ class Blocks(Mask):
         batch, heads = self.block_mask.shape[:2]
         lengths = checks.block_lengths(self.block_mask)
         return (FunctionNode(block_mask_shape=lengths, per_batch=batch > 1, per_head=heads > 1),)
+
+    def _wish(self) -> picture.Wish:
+        batch, heads = self.block_mask.shape[:2]
+        return picture.Wish(batch, heads, *checks.block_lengths(self.block_mask), is_fixed=True)
 
     def key(self) -> object:
         """Return what the description depends on."""

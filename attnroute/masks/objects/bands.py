@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from attnroute.errors import argument_error
-from attnroute.masks import checks
+from attnroute.masks import checks, picture
 from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, intersect
 from attnroute.masks.objects.base import Lengths, Mask, prepared
 from attnroute.question.nodes import CausalNode, MaskNode, PrefixNode, WindowNode
@@ -86,6 +86,9 @@ class Window(Mask):
         """Return the window node."""
         return (WindowNode.unchecked(left=self.left, right=self.right, alignment=self.alignment),)
 
+    def _wish(self) -> picture.Wish:
+        return picture.square(3 * ((self.left or 0) + (self.right or 0) + 1))
+
     def key(self) -> object:
         """Return what the description depends on."""
         return ("window", self.left, self.right, self.alignment)
@@ -135,6 +138,10 @@ class PrefixLM(Mask):
     def _node(self) -> PrefixNode:
         known = self.lengths if isinstance(self.lengths, tuple) else None
         return PrefixNode(lengths=known, alignment=self.alignment)
+
+    def _wish(self) -> picture.Wish:
+        lengths = picture.numbers(self.lengths)
+        return picture.square(2 * max(lengths), batch=len(lengths))
 
     def key(self) -> object:
         """Return what the description depends on."""

@@ -16,6 +16,7 @@ from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
 
 from attnroute.errors import argument_error
+from attnroute.masks import picture
 from attnroute.masks.lowered.form import FULL, NOBODY, Extent, LoweredMask, intersect
 from attnroute.masks.objects.identity import format_field, identity
 from attnroute.memory import KEEPER
@@ -90,6 +91,36 @@ class Mask(ABC):
                 parts.append(f"{field.name}={format_field(value)}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    def _repr_html_(self) -> str | None:
+        """Return the mask as a small picture for a notebook; None, which shows its text, if there is none."""
+        try:
+            return self._picture()
+        except Exception:  # noqa: BLE001 - a mask_mod may raise anything, and what only shows a mask must not
+            return None
+
+    def _picture(self) -> str:
+        wish = self._wish()
+        lengths = (
+            wish.seqlen_q or wish.seqlen_kv or picture.LENGTH,
+            wish.seqlen_kv or wish.seqlen_q or picture.LENGTH,
+        )
+        device = next((tensor.device for tensor in self.tensors), None)
+        extent = Extent(max(wish.batch, 1), max(wish.heads, 1), *lengths, device)
+        self.check(extent)
+        return picture.html(repr(self), extent, self._grids(extent))
+
+    def _grids(self, extent: Extent) -> list[picture.Grid]:
+        rows = range(min(extent.batch, picture.ROWS))
+        plain = [picture.grid_of_nodes(self.describe(extent), row, extent) for row in rows]
+        if None not in plain:
+            return [grid for grid in plain if grid is not None]
+        lowered = self.lower(FULL, extent)
+        return [picture.grid_of_lowered(lowered, row, extent) for row in rows]
+
+    def _wish(self) -> picture.Wish:
+        """Return at which sizes a picture shows what the mask does."""
+        return picture.Wish()
+
     @abstractmethod
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return this mask as plain data, reading no device memory."""
@@ -144,6 +175,9 @@ class _Combined(Mask):
     def tensors(self) -> tuple[Tensor, ...]:
         """Every part's tensors."""
         return tuple(t for part in self.members for t in part.tensors)
+
+    def _wish(self) -> picture.Wish:
+        return picture.together(part._wish() for part in self.members)  # noqa: SLF001 - parts are masks too
 
     def key(self) -> object:
         """Return the parts' keys."""

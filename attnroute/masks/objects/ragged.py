@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attnroute.errors import argument_error
-from attnroute.masks import checks
+from attnroute.masks import checks, picture
 from attnroute.masks.lowered.form import Extent, LoweredMask
 from attnroute.masks.objects.base import Mask
 from attnroute.question.nodes import CausalNode, DocumentsNode, MaskNode, WindowNode
@@ -84,6 +84,11 @@ class Ragged(Mask):
         if self.left is None and self.right == 0:
             return (documents, CausalNode(alignment=self.alignment))
         return (documents, WindowNode(left=self.left, right=self.right, alignment=self.alignment))
+
+    def _wish(self) -> picture.Wish:
+        queries = int(self.cu_seqlens[-1])
+        keys = queries if self.cu_seqlens_kv is None else int(self.cu_seqlens_kv[-1])
+        return picture.Wish(0, 0, queries, keys, is_fixed=True)
 
     def key(self) -> object:
         """Return what the description and the checks depend on."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnroute.errors import argument_error
-from attnroute.masks import checks
+from attnroute.masks import checks, picture
 from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, intersect
 from attnroute.masks.objects.base import Lengths, Mask, allows_all, prepared
 from attnroute.question.nodes import DocumentsNode, KeyPaddingNode, MaskNode
@@ -61,9 +61,11 @@ class Documents(Mask):
 
     def describe(self, extent: Extent) -> tuple[MaskNode, ...]:
         """Return the documents node; lengths only where that needs no wait for a device."""
-        from attnroute.masks.tracing import size_hint
+        count = None
+        if self.cu_seqlens is not None:
+            from attnroute.masks.tracing import size_hint
 
-        count = None if self.cu_seqlens is None else size_hint(self.cu_seqlens.shape[0]) - 1
+            count = size_hint(self.cu_seqlens.shape[0]) - 1
         return (DocumentsNode(lengths=self.lengths, count=count, contiguous=self._has_bounds()),)
 
     def _has_bounds(self) -> bool:
@@ -73,6 +75,15 @@ class Documents(Mask):
         from attnroute.masks.lowered.documents import positions_are_readable
 
         return positions_are_readable(self.position_ids)
+
+    def _wish(self) -> picture.Wish:
+        if self.lengths is not None:
+            return picture.square(sum(self.lengths), is_fixed=True)
+        if self.cu_seqlens is not None:
+            return picture.square(int(self.cu_seqlens[-1]), is_fixed=True)
+        (per_token,) = self.tensors
+        batch = per_token.shape[0] if per_token.dim() > 1 else 0
+        return picture.square(per_token.shape[-1], batch=batch, is_fixed=True)
 
     def key(self) -> object:
         """Return what the description depends on."""
@@ -163,6 +174,16 @@ class KeyPadding(Mask):
             return (KeyPaddingNode(lengths=kept, side="left", finite=self.finite),)
         side = "right" if self.lengths is not None else "left" if self.left is not None else "any"
         return (KeyPaddingNode.unchecked(side=side, finite=self.finite),)
+
+    def _wish(self) -> picture.Wish:
+        if self.keep is not None:
+            batch, keys = self.keep.shape
+            return picture.Wish(batch, 0, 0, keys, is_fixed=True)
+        if self.left is not None:
+            padding = picture.numbers(self.left)
+            return picture.square(2 * max(padding), batch=len(padding))
+        kept = picture.numbers(self.lengths or ())
+        return picture.square(max(kept), batch=len(kept))
 
     def key(self) -> object:
         """Return what the description depends on."""
