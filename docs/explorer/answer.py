@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from argparse import Namespace
 from typing import Any, Final
 
-from attnroute.cli._host import host_of
 from attnroute.cli.matrix import CALLS
 from attnroute.engine.decide import decide
 from attnroute.engine.decision import Decision, Verdict
@@ -22,14 +20,13 @@ from attnroute.report import sentences
 from attnroute.report.json import decision_json
 from attnroute.report.pages import places
 from attnroute.report.text import render_decision
-from attnroute.tables.cards import DEFAULT
+from attnroute.tables.cards import DEFAULT, named
 from attnroute.tables.folders import Tables
 from attnroute.tables.load import load
+from attnroute.tables.machines import WHEEL, machine
 from attnroute.tables.read import shipped_folder
 from attnroute.tables.releases import published
 
-_WITH_TORCH: Final = ("torch", "cuda", "cudnn", "triton")
-"""What torch's wheel brings along; everything else that has releases is installed beside it."""
 _ROW: Final = re.compile(r"\[([\w/-]+)\]")
 _ALONG: Final = {"transformer-engine": "transformer-engine-torch"}
 """Distributions of one release in two parts."""
@@ -40,14 +37,14 @@ def choices() -> str:
     tables = load(None)
     cards = {arch: _cards(tables, arch) for arch in tables.arch_names}
     releases = {name: known[::-1] for name, known in published(shipped_folder()).items()}
-    return json.dumps({"cards": cards, "releases": releases, "bundled": _WITH_TORCH, "calls": CALLS})
+    return json.dumps({"cards": cards, "releases": releases, "bundled": ["torch", *WHEEL], "calls": CALLS})
 
 
 def _cards(tables: Tables, arch: str) -> list[str]:
-    """Return the names of cards, and of their variants that have numbers of their own."""
-    names = list(tables.arch(arch).cards)
-    variants = (name for name in tables.arch(arch).peak if name != DEFAULT)
-    return sorted([*names, *(v for v in variants if not any(name.endswith(v) for name in names))])
+    """Return the names of cards, those of variants that have numbers of their own among them."""
+    numbered = [name for name in tables.arch(arch).peak if name != DEFAULT]
+    others = (name for name in tables.arch(arch).cards if not name.endswith(tuple(numbered)))
+    return sorted([*others, *numbered])
 
 
 def answer(question: str) -> str:
@@ -66,8 +63,7 @@ def answer(question: str) -> str:
 
 
 def _host(asked: dict[str, Any]) -> Host:
-    given = [f"{name}={version}" for name, version in _versions(asked).items()]
-    host = host_of(Namespace(arch=asked["arch"], host=None, given=given, without=[]), load(None))
+    host = machine(asked["arch"], load(None), argument="the card", given=_versions(asked))
     return host.model_copy(update={"device_name": asked["card"]})
 
 
@@ -78,10 +74,19 @@ def _versions(asked: dict[str, Any]) -> dict[str, str]:
 
 def _command(decision: Decision, asked: dict[str, Any]) -> str:
     """Return what to type for the same answer in a terminal."""
-    words = ["attnroute", "explain", render(decision.call), "--arch", decision.host.arch]
+    words = ["attnroute", "explain", render(decision.call), "--arch", _name(decision.host)]
     for name, version in _versions(asked).items():
         words += ["--with", f"{name}={version}"]
     return shlex.join(words)
+
+
+def _name(host: Host) -> str:
+    """Return the name of the card, or of its architecture where the card's is not clear."""
+    try:
+        is_clear = named(host.device_name, load(None), "the card") == (host.arch, host.device_name)
+    except AttnRouteError:
+        is_clear = False
+    return host.device_name if is_clear else host.arch
 
 
 def _told(decision: Decision) -> dict[str, Any]:

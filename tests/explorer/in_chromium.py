@@ -22,12 +22,13 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from attnroute.cli.matrix import CALLS
 from attnroute.engine.decide import decide
 from attnroute.errors import ArgumentError
-from attnroute.question.host import Host
 from attnroute.question.line import parse, render
 from attnroute.report import sentences
 from attnroute.report.json import decision_from_json
+from attnroute.tables.load import load
+from attnroute.tables.machines import machine
 from attnroute.tables.read import shipped_folder
-from attnroute.tables.releases import companions_of, published
+from attnroute.tables.releases import published
 
 FLAGS = (
     "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
@@ -38,6 +39,7 @@ RELEASES = published(shipped_folder())
 PACKAGES = {
     name: known[-1] for name, known in RELEASES.items() if name not in ("torch", "cuda", "cudnn", "triton")
 }
+PARTS = ("transformer-engine-torch",)
 MORE_CALLS = (
     "bf16 b8 hq32 hkv8 sq2048 skv2048 d128 causal keys-left=2048,1500,2000,1800,900,700,1024,2048",
     "fp16 b2 hq8 hkv8 sq512 skv576 d64 bias=fp16:1x8x512x576 train",
@@ -139,10 +141,9 @@ class Page:
 
 
 def host_of(card, arch, versions):
-    wheel = companions_of(versions["torch"], shipped_folder())
-    brought = {"c++": "present", "avx2": "present"} if arch == "cpu" else wheel._asdict()
-    both = {"transformer-engine-torch": versions.get("transformer-engine")}
-    return Host(arch=arch, device_name=card, versions={**brought, **versions}).with_versions(both)
+    both = {part: versions["transformer-engine"] for part in PARTS if "transformer-engine" in versions}
+    host = machine(arch, load(None), argument="", given={**versions, **both})
+    return host.model_copy(update={"device_name": card})
 
 
 def said(verdict, decision):
