@@ -42,10 +42,16 @@ def graph_mask(
     band = _band(mask_function, stated)
     if band is None:
         return None
+    _, queries, keys = sizes
+    offset = q_offset - kv_offset
+    banded = band != (None, None)
+    if banded and queries == 1:
+        # A window in one row stays dense, which costs next to nothing; without one the row may be full.
+        if band[0] is not None or offset != keys - 1:
+            return None
+        banded = False
     parts: tuple[Mask, ...] = ()
-    if band != (None, None):
-        _, queries, keys = sizes
-        offset = q_offset - kv_offset
+    if banded:
         if queries == keys and offset == 0:
             parts = (_aligned(*band, "top_left"),)
         elif offset == keys - queries:
@@ -53,7 +59,7 @@ def graph_mask(
         else:
             return None
     if padding is not None:
-        keep = existing(padding, kv_offset, sizes[2])
+        keep = existing(padding, kv_offset, keys)
         parts = (*parts, KeyPadding(keep=keep, finite=True))
     if not parts:
         return None

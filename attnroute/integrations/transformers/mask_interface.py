@@ -76,7 +76,7 @@ def make_mask(
     plain = allow_is_causal_skip and mask_function is causal_mask_function and attention_mask is None
     if traced and plain and _needs_no_mask(q_length, kv_length, q_offset, kv_offset, kwargs.get("config")):
         return None
-    if is_compiling() and q_length > 1:
+    if is_compiling():
         stated = {
             **kwargs,
             "allow_is_causal_skip": allow_is_causal_skip,
