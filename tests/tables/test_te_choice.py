@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.row_calls import TABLES
 
 from attnroute.audit import te_choice as audit
+from attnroute.cli import main
 from attnroute.engine import te_choice
 from attnroute.engine.te_choice import PathAnswer, TeChoice, predict
+from attnroute.errors import TableError
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.report.te_choice import render_te_choice
+from attnroute.tables.load import load
 
 TABLE = TABLES.te_choice
 FLASH = {
@@ -138,3 +143,47 @@ def test_an_answer_survives_json():
     found = answer("bf16 b2 hq8 sq512 d64 causal", ours="fa3")
     assert TeChoice.model_validate_json(found.model_dump_json()) == found
     assert found.answers[0] == PathAnswer(path="fused", title="FusedAttention, cuDNN's kernels")
+
+
+ON = ["--arch", "sm_90", "--with", "torch=2.11.0"]
+
+
+def test_the_command_prints_it_for_people_and_for_programs(capsys):
+    assert main(["explain", "--as", "te", "bf16 b2 hq8 sq512 d64 causal", *ON]) == 0
+    said, line = capsys.readouterr().out, "bf16 b2 hq8 hkv8 sq512 skv512 d64 causal"
+    assert said.startswith("te         FusedAttention, cuDNN's kernels")
+    assert f"call       {line}" in said
+    assert "assumed cuda 13.0, cudnn 9.19.0" in " ".join(said.split())
+    assert main(["explain", "--as", "te", line, *ON, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == "fused"
+
+
+def test_the_command_ends_with_the_code_of_nothing_where_nothing_runs(capsys):
+    assert main(["explain", "--as", "te", "bf16 b2 hq8 sq512 d64 lse", *ON]) == 4
+    assert "nothing: DotProductAttention has no argument" in capsys.readouterr().out
+
+
+def test_an_audit_counts_picks_that_differ(monkeypatch, capsys):
+    """The release is the recording here, in which one pick is changed."""
+    (first, picked), *rest = audit.recorded()
+    wrong = "unfused" if picked[0] != "unfused" else "fused"
+    changed = [(first, [wrong, *picked[1:]]), *rest]
+    monkeypatch.setattr(audit, "picks", lambda *_: iter(changed[:8]))
+    assert main(["tables", "audit", "te_choice"]) == 1
+    assert f"it picks {wrong}, and the table says {picked[0]}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("[[switch]]\nname = 'NVTE_X'\npaths = ['warp']", "requires paths among .*got warp"),
+        ("[[order]]\nname = 'late'\norder = ['fused']", "order late requires every path once"),
+        ("[[filter]]\nname = 'x'\npaths = ['fused']\nrequires = { hed = 1 }\nbecause = 'x'", 'got "hed"'),
+    ],
+)
+def test_a_table_that_says_nothing_is_refused(tmp_path, change, said):
+    shipped = (TABLES.folders[0] / "any/te_choice.toml").read_text(encoding="utf-8")
+    (tmp_path / "any").mkdir()
+    (tmp_path / "any/te_choice.toml").write_text(f"{shipped}\n{change}\n", encoding="utf-8")
+    with pytest.raises(TableError, match=said):
+        _ = load(tmp_path).te_choice
