@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from attnroute.cli._host import probed
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from attnroute.cli._demo_run import Outcome, Report
 
 FOUND_WRONG = 1
+_TABLE_WIDTH: Final = 88
+"""Columns of the tables with the longest names of kernels."""
 WRONG: Final = "[bold red]wrong[/]"
 
 
@@ -34,6 +37,8 @@ def run(words: list[str]) -> int:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPU where there is one, by default")
     args = parser.parse_args(words)
+    if find_spec("torch") is None:
+        raise ArgumentError("attnroute demo requires torch; got an environment without it; install torch.")
     # The profiler, which tells which kernels ran, would write a line to stderr at its begin and at its end.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # torch says at its import that numpy, which nothing here needs, is missing.
@@ -51,8 +56,8 @@ def _run(device_type: str | None) -> int:
         raise ArgumentError("--device cuda requires a CUDA device; got none that torch sees; leave it out.")
     device = torch.device(device_type or found)
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
+    # In a narrower place rich would cut numbers.
+    console.width = max(console.width if console.is_terminal else WIDTH, _TABLE_WIDTH)
     reports = _reports(device, console)
     problems = _print_here(reports, console)
     if device.type == "cpu":
@@ -92,7 +97,7 @@ def _table(*columns: str) -> Table:
 
 def _print_here(reports: list[Report], console: Console) -> list[str]:
     """Print what ran here, and return what is wrong with it."""
-    table = _table("call", "ran", "result", "error", "ms", "stock", "result", "ms", "gain")
+    table = _table("call", "ran", "result", "error", "ms", "stock", "", "ms", "gain")
     for report in reports:
         ran, result, error, took = _columns(report.ours, report)
         stock_ran, stock_result, _, stock_took = _columns(report.stock, report)
@@ -115,9 +120,9 @@ def _columns(outcome: Outcome, report: Report) -> tuple[str, str, str, str]:
     if outcome.failure:
         return "", outcome.failure, "", ""
     is_right = not report.problems if outcome is report.ours else report.is_right(outcome)
-    error = "not finite" if math.isinf(outcome.error) else f"{outcome.error:.1e}"
+    error = "not finite" if math.isinf(outcome.error) else f"{outcome.error:.0e}"
     ran = ", ".join(outcome.backends) or "not known"
-    return ran, "[green]right[/]" if is_right else WRONG, error, f"{outcome.milliseconds:.3g}"
+    return ran, "[green]right[/]" if is_right else WRONG, error, _number(outcome.milliseconds)
 
 
 def _print_recorded(console: Console) -> None:
@@ -152,7 +157,9 @@ def _print_recorded(console: Console) -> None:
 
 
 def _number(ms: float | None) -> str:
-    return "" if ms is None else f"{ms:.3g}"
+    if ms is None:
+        return ""
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def _times(stock_ms: float | None, ms: float | None) -> str:

@@ -142,6 +142,35 @@ def test_the_reference_is_attention_and_gives_zeros_for_rows_with_no_key() -> No
     torch.testing.assert_close(out[seen], expected[seen])
 
 
+def test_without_torch_it_says_what_to_install(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("attnroute.cli.demo.find_spec", lambda _: None)
+    assert main(["demo"]) == 2
+    assert "attnroute demo requires torch" in capsys.readouterr().err
+
+
+def test_long_times_and_names_are_not_cut(short, monkeypatch, capsys) -> None:
+    slow = Outcome(("flex_fa4",), 1e-3, 12345.6)
+
+    def long(case, device):
+        return dataclasses.replace(
+            run_case(case, device), ours=slow, stock=Outcome(("efficient",), 2e-3, 98765.4)
+        )
+
+    monkeypatch.setattr(_demo_run, "run_case", long)
+    main(["demo", "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert row_of(out, CASES[0]) == [
+        "flex_fa4",
+        "wrong",
+        "1e-03",
+        "12346",
+        "efficient",
+        "right",
+        "98765",
+        "8.0x",
+    ]
+
+
 def test_a_device_that_is_not_there_is_one_sentence(monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["demo", "--device", "cuda"]) == 2
