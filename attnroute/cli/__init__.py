@@ -15,11 +15,14 @@ from importlib import import_module
 from typing import Final
 
 from attnroute._version import __version__
+from attnroute.cli._examples import EXAMPLES
 from attnroute.cli._outlet import outlets
+from attnroute.cli._terminal import columns
 from attnroute.errors import ArgumentError, AttnRouteError, OutputError, did_you_mean, quoted
+from attnroute.report.layout import Line, laid_out
 
 COMMANDS: Final[dict[str, str]] = {
-    "explain": "say which backend a call gets on a machine, and why not the others",
+    "explain": "say which backend a call gets, and why not the others",
     "why-not": "say what keeps a backend from a call, and what would select it",
     "rule": "print one row of the capability tables",
     "matrix": "show which backends take which calls, per architecture",
@@ -94,4 +97,6 @@ def _help() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {does}" for name, does in COMMANDS.items()]
     head = "usage: attnroute COMMAND ...   (attnroute COMMAND --help says more)"
-    return "\n".join([head, "", *lines, "", *(__doc__ or "").splitlines()[2:]])
+    start = f"To begin with: attnroute {EXAMPLES['explain'][0][0]}"
+    codes = laid_out([Line(" ".join((__doc__ or "").splitlines()[2:]))], columns())
+    return "\n".join([head, "", *lines, "", start, "", codes])

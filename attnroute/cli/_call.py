@@ -7,9 +7,11 @@ import re
 from typing import Final
 
 from attnroute.cli._parser import Parser
+from attnroute.cli._terminal import columns
 from attnroute.errors import ArgumentError, quoted
 from attnroute.question.call import Call
 from attnroute.question.line import WORDS, parse, split
+from attnroute.report.layout import Line, laid_out
 from attnroute.vocabulary import DTYPE_SHORT
 
 _SWITCHES: Final = {
@@ -26,6 +28,8 @@ _VALUED: Final = {
 }
 _SHORT: Final = {long: short for short, long in DTYPE_SHORT.items()}
 _CONTINUES: Final = re.compile(r"\d+(:\w+)*|open|top_left|bottom_right")
+_FORM: Final = 30
+"""Columns of the words in the help; longer ones have a line of their own."""
 _Q: Final = ("b", "hq", "sq", "d")
 _KV: Final = ("hkv", "skv", "/")
 
@@ -60,11 +64,14 @@ def call_of(args: argparse.Namespace) -> Call:
 
 
 def words_help() -> str:
-    """Return the list of the call line's words."""
-    width = max(map(len, WORDS))
-    return "\n".join(
-        ["words of a call line:", *(f"  {form:<{width}}  {does}" for form, does in WORDS.items())]
-    )
+    """Return the list of the call line's words, as wide as the terminal."""
+    lines = [Line("words of a call line:")]
+    for form, does in WORDS.items():
+        if len(form) > _FORM:
+            lines.append(Line(form, "  ", wraps=False))
+        first = f"{'' if len(form) > _FORM else form:<{_FORM}}"
+        lines.append(Line(does, f"  {first}  ", " " * (_FORM + 4)))
+    return laid_out(lines, columns())
 
 
 def _sizes(query: str | None, keys: str | None) -> list[str]:

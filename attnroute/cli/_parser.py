@@ -6,7 +6,9 @@ import argparse
 from typing import NoReturn
 
 from attnroute.cli._examples import examples
+from attnroute.cli._terminal import columns
 from attnroute.errors import ECHO, ArgumentError, shortened
+from attnroute.report.layout import Line, laid_out
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,7 +18,7 @@ class Parser(argparse.ArgumentParser):
         """Take the subcommand's name and what its help says; its examples stand at the end."""
         super().__init__(
             prog=f"attnroute {command}",
-            description=description,
+            description=laid_out([Line(description)], columns()),
             epilog="\n\n".join(part for part in (epilog, examples(command)) if part),
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,

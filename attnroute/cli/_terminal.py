@@ -15,15 +15,18 @@ _LEAST: Final = 40
 """Columns below which texts are not wrapped any narrower."""
 _MOST: Final = 120
 """Columns beyond which prose is hard to read."""
-_BOLD, _DIM, _RED, _GREEN, _YELLOW = "1", "2", "31", "32", "33"
+_BOLD, _DIM = "1", "2"
+RED: Final = "31"
+GREEN: Final = "32"
+YELLOW: Final = "33"
 _STYLES: Final = {
-    "selected": _GREEN,
-    "eligible": _GREEN,
-    "rejected": _RED,
-    "none": _RED,
-    "unknown": _YELLOW,
-    "unavailable": _YELLOW,
-    "absent": _YELLOW,
+    "selected": GREEN,
+    "eligible": GREEN,
+    "rejected": RED,
+    "none": RED,
+    "unknown": YELLOW,
+    "unavailable": YELLOW,
+    "absent": YELLOW,
 }
 _HEAD: Final = re.compile(r"(?=\S)(.{0,10} |\S+)")
 """A label with the space up to the text behind it, or one that is longer."""
@@ -53,6 +56,19 @@ def painted(text: str) -> str:
     return "\n".join(map(_line, text.split("\n"))) if has_colours() else text
 
 
+def painted_symbols(text: str, styles: Mapping[str, str]) -> str:
+    """Return a table of symbols in colours, where there are any.
+
+    Args:
+        text: The table with its legend.
+        styles: Symbol to style.
+    """
+    if not has_colours():
+        return text
+    symbols = re.compile(rf"(?<![^ \n])[{re.escape(''.join(styles))}](?![^ \n])")
+    return symbols.sub(lambda found: styled(found[0], styles[found[0]]), text)
+
+
 def styled(text: str, style: str) -> str:
     """Return a text in one style, whatever the terminal has."""
     return f"\x1b[{style}m{text}\x1b[0m"
@@ -64,7 +80,7 @@ def _line(line: str) -> str:
     first = _FIRST.match(rest) if label else None
     if first is not None and (style := _style(label.strip(), first[0])):
         rest = styled(first[0], style) + rest[first.end() :]
-    rest = _FAULT.sub(lambda found: styled(found[0], _RED), rest)
+    rest = _FAULT.sub(lambda found: styled(found[0], RED), rest)
     rest = _ROW.sub(lambda found: styled(found[0], _DIM), rest)
     return f"{styled(label, _STYLES.get(label.strip(), _BOLD)) if label else ''}{rest}"
 
@@ -72,5 +88,5 @@ def _line(line: str) -> str:
 def _style(label: str, word: str) -> str:
     """Return the style of the word behind a label: of what was selected, and of statuses."""
     if label == "selected":
-        return f"{_BOLD};{_STYLES.get(word, _GREEN) if word == 'none' else _GREEN}"
+        return f"{_BOLD};{_STYLES.get(word, GREEN) if word == 'none' else GREEN}"
     return _STYLES.get(word, "")

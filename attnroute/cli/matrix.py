@@ -8,7 +8,7 @@ from typing import Final
 
 from attnroute.cli._host import add_host, host_of
 from attnroute.cli._parser import Parser, add_format
-from attnroute.cli._terminal import columns
+from attnroute.cli._terminal import GREEN, RED, YELLOW, columns, painted_symbols
 from attnroute.engine.decide import decide
 from attnroute.question.host import Host
 from attnroute.question.line import parse
@@ -39,6 +39,16 @@ CALLS: Final[dict[str, str]] = {
     "bias gradient": "bf16 b1 hq8 hkv8 sq1024 skv1024 d64 bias=bf16:1x8x1024x1024:grad train",
 }
 """The standard calls: what models ask for, one per kind of limit."""
+_STYLES: Final = {
+    "selected": GREEN,
+    "eligible": GREEN,
+    "prepared": GREEN,
+    "slow": YELLOW,
+    "absent": YELLOW,
+    "unknown": YELLOW,
+    "rejected": RED,
+    "fault": RED,
+}
 _ANY_WIDTH: Final = 10_000
 _MORE: Final = "-v: the calls, and every cell in words; `attnroute explain CALL` says why"
 
@@ -79,7 +89,8 @@ def _host(args: argparse.Namespace, arch: str, tables: Tables) -> Host:
 def _text(machines: list[matrix.Machine], is_one: bool, verbose: bool) -> str:
     width, plain = columns(_ANY_WIDTH), not _can_print("".join(s.symbol for s in matrix.SIGNS.values()))
     if is_one:
-        parts = [matrix.render_machine(machines[0], width, plain=plain), ""]
+        styles = {s.plain if plain else s.symbol: _STYLES[s.word] for s in matrix.SIGNS.values()}
+        parts = [painted_symbols(matrix.render_machine(machines[0], width, plain=plain), styles), ""]
     else:
         assumed = "; ".join(assumptions(machines[0].host))
         head = f"Which backend each call gets{f'; {assumed}' if assumed else ''}"

@@ -51,6 +51,18 @@ def test_an_example_runs(shown, folder, monkeypatch, capsys) -> None:
     assert shown.startswith(("run", "demo")) or capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["--help"], ["explain", "--help"], ["matrix", "--help"]])
+def test_help_fits_the_terminal_but_for_commands_that_are_pasted(words, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    if words[1:]:
+        with pytest.raises(SystemExit):
+            main(words)
+    else:
+        main(words)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80 and "attnroute " not in line] == []
+
+
 def test_the_flags_of_a_command_are_read_from_its_help() -> None:
     found = {option.name: option for option in options_of("matrix")}
     assert found["--arch"].metavar == "ARCH"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -116,6 +117,17 @@ def test_the_matrix_of_every_architecture_fits_and_says_what_is_selected(width, 
     hosts = [machine(arch, load(), argument="--arch") for arch in load().arch_names]
     expected = {decide(parse(CALLS["training"]), host).selected for host in hosts}
     assert set(told) == expected
+
+
+def test_colours_change_no_letter_of_a_table(monkeypatch, capsys) -> None:
+    main(WORDS)
+    plain = capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    main(WORDS)
+    painted = capsys.readouterr().out
+    assert "\x1b[32m●\x1b[0m" in painted
+    assert re.sub(r"\x1b\[\d+m", "", painted) == plain
 
 
 def test_letters_stand_where_the_output_has_no_symbols(monkeypatch) -> None:
