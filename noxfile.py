@@ -136,7 +136,7 @@ def transformers_suite(session: nox.Session, release: str) -> None:
     shutil.unpack_archive(Path(folder) / f"transformers-{installed}.tar.gz", folder, filter="data")
     session.env["TRANSFORMERS_TESTS"] = str(Path(folder) / f"transformers-{installed}" / "tests")
     suite = "tests/transformers_suite"
-    session.run("pytest", "-q", "-c", f"{suite}/pytest.ini", f"{suite}/common.py", *session.posargs)
+    session.run("pytest", "-q", "-c", f"{suite}/pytest.ini", suite, *session.posargs)
 
 
 @nox.session
