@@ -11,12 +11,13 @@ import attnroute
 
 (OP,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEED = 0
 
 
 def samples(dtype=torch.float32, *, grad=False):
     torch.manual_seed(SEED)
-    for given in OP.sample_inputs("cpu", dtype, requires_grad=grad):
+    for given in OP.sample_inputs(DEVICE, dtype, requires_grad=grad):
         # What is broadcast is torch's own call, as documented.
         routed = len({t.shape[:-3] for t in (given.input, *given.args)}) == 1
         yield given, routed
@@ -84,7 +85,7 @@ def test_samples_with_dropout_drop_weights_and_scale_the_others(dtype):
             continue
         key, value = given.args
         # Values that show each weight.
-        units = torch.eye(key.shape[-2], dtype=dtype).expand(*value.shape[:-1], -1)
+        units = torch.eye(key.shape[-2], dtype=dtype, device=DEVICE).expand(*value.shape[:-1], -1)
         tensors = (given.input, key, units)
         (weights,) = called(tensors, {**given.kwargs, "dropout_p": 0.0})
         (got,), calls = in_block(called, tensors, given.kwargs)
@@ -102,18 +103,21 @@ WRONG = {
     "head_dim of the key": lambda q, k, v, named: ((q, k[..., :-1], v), named),
     "length of the value": lambda q, k, v, named: ((q, k, v[..., :-1, :]), named),
     "heads of the key": lambda q, k, v, named: ((q, k[..., :3, :, :], v[..., :3, :, :]), named),
-    "a mask of integers": lambda q, k, v, named: ((q, k, v), named | {"attn_mask": torch.ones(3, 6).int()}),
+    "a mask of integers": lambda q, k, v, named: (
+        (q, k, v),
+        named | {"attn_mask": torch.ones(3, 6, device=DEVICE).int()},
+    ),
     "a mask of another length": lambda q, k, v, named: (
         (q, k, v),
-        named | {"attn_mask": torch.ones(3, 5).bool()},
+        named | {"attn_mask": torch.ones(3, 5, device=DEVICE).bool()},
     ),
     "a mask of another dtype": lambda q, k, v, named: (
         (q, k, v),
-        named | {"attn_mask": torch.ones(3, 6).to(torch.float16)},
+        named | {"attn_mask": torch.ones(3, 6, device=DEVICE).to(torch.float16)},
     ),
     "a mask beside is_causal": lambda q, k, v, named: (
         (q, k, v),
-        named | {"attn_mask": torch.ones(3, 6).bool(), "is_causal": True},
+        named | {"attn_mask": torch.ones(3, 6, device=DEVICE).bool(), "is_causal": True},
     ),
     "dropout below zero": lambda q, k, v, named: ((q, k, v), named | {"dropout_p": -0.1}),
     "dropout above one": lambda q, k, v, named: ((q, k, v), named | {"dropout_p": 1.1}),
