@@ -22,6 +22,8 @@ stock: Final = torch.nn.functional.scaled_dot_product_attention
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _BATCHED: Final = 4
 """Dimensions of what `attention()` takes."""
+# Under torch.compile(dynamic=True) a float that is a default is an open number, which dynamo cannot compare
+# inside of a checkpoint. So the defaults below are ints, and others are written out where they are passed.
 
 
 def scaled_dot_product_attention(
@@ -29,7 +31,7 @@ def scaled_dot_product_attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
@@ -59,6 +61,7 @@ def scaled_dot_product_attention(
         is_causal=is_causal,
         causal_alignment=given.causal_alignment,
         scale=scale,
+        softcap=0.0,
     )
     if query.dim() == _BATCHED:
         return out
@@ -70,7 +73,7 @@ def given_of(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
@@ -95,6 +98,7 @@ def given_of(
         is_causal=is_causal,
         causal_alignment="top_left" if is_causal else None,
         scale=scale,
+        softcap=0.0,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils.checkpoint import checkpoint
 
 from attnroute import scopes
 from attnroute.api import multi_head, sdpa
@@ -60,9 +61,26 @@ _MODE: Final = _Mode()
 """One for all blocks: graphs of torch.compile are made for a mode, and fit each block so."""
 
 
+def _checkpoint_in_a_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a checkpoint whose function runs with the mode on.
+
+    dynamo shows a mode the checkpoint as one operator, and traces its function with the mode off. It lets a
+    mode be entered there only if one was entered before the operator.
+    """
+    with _MODE:
+        pass
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with _MODE:
+            return function(*args, **kwargs)
+
+    return checkpoint(inside, *args, **kwargs)
+
+
 _ROUTED: Final[dict[Any, Callable[..., Any]]] = {
     sdpa.stock: sdpa.scaled_dot_product_attention,
     multi_head.stock: multi_head.multi_head_attention_forward,
+    checkpoint: _checkpoint_in_a_graph,
     # A recompute of a checkpoint runs inside of these, and is routed as its forward was.
     torch.Tensor.backward: with_calls_inside(torch.Tensor.backward, _MODE),
     torch.autograd.backward: with_calls_inside(torch.autograd.backward, _MODE),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import attnroute
 
@@ -114,6 +115,23 @@ def test_routed_code_is_one_graph_that_calls_the_decided_kernel(make, given, cal
     if grad:
         pair = [torch.autograd.grad(out.square().sum(), given)[0] for out in (got, want)]
         torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_checkpoint_in_a_graph_is_routed(dynamic):
+    def step(query):
+        inner = checkpoint(split_heads, query / 8, use_reentrant=False)
+        return checkpoint(masked, inner, use_reentrant=False)
+
+    given = QUERY.clone().requires_grad_()
+    want = step(given)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    with attnroute.trace() as trace, attnroute.route_sdpa(), attnroute.override(backend="chunked"):
+        got = compiled(given)
+    assert [(call.how, call.backend) for call in trace.calls] == [("compiled", "chunked")] * 2
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    pair = [torch.autograd.grad(out.square().sum(), given)[0] for out in (got, want)]
+    torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("make", [lambda: plain, multi_head, encoder], ids=["plain", "multi-head", "encoder"])
