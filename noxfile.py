@@ -140,6 +140,22 @@ def transformers_suite(session: nox.Session, release: str) -> None:
 
 
 @nox.session
+def diffusers_suite(session: nox.Session) -> None:
+    """Run small models of diffusers inside of route_sdpa() and with their backend "attnroute"."""
+    _install_for_tests(session)
+    session.install("-e", ".[diffusers]")
+    session.run("pytest", "-q", "tests/diffusers_suite/models.py", *session.posargs)
+
+
+@nox.session
+def timm_suite(session: nox.Session) -> None:
+    """Run small models of timm inside of route_sdpa(). timm needs the torchvision of the same torch."""
+    _install_for_tests(session)
+    session.install("timm")
+    session.run("pytest", "-q", "tests/timm_suite/models.py", *session.posargs)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Install the package and show it at work: real calls, held against float64 and timed beside stock."""
     _clear_settings(session)

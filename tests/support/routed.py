@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import attnroute
 
@@ -18,6 +19,23 @@ def routed_calls(function):
     with attnroute.trace() as trace, attnroute.route_sdpa():
         result = function()
     return result, sum(call.count or 1 for call in trace.calls)
+
+
+class _Counting(TorchFunctionMode):
+    """Counts the calls of torch's scaled_dot_product_attention."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is F.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
+def counted_calls(function):
+    """Return what a function gives outside of every block, and how often it calls torch's function."""
+    with _Counting() as mode:
+        result = function()
+    return result, mode.count
 
 
 QUERY, KEY, VALUE = normal(2, 4, 6, 16), normal(2, 4, 9, 16), normal(2, 4, 9, 16)
