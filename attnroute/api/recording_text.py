@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _SIZES: Final = re.compile(r"\b(b|sq|skv)(\d+)\b")
+_WHOLE_FROM: Final = 100
+"""Milliseconds of which nobody reads the decimals."""
+_WIDE: Final = 100
+"""Columns of a terminal from which on shares are shown too."""
 _ROWS: Final = 40
 """Rows of the table; the file has all of them."""
 _CLOCKS: Final = {"device": "events on the device", "host": "the clock of the host"}
@@ -58,9 +62,9 @@ def render_recording(recording: Recording, width: int | None = None) -> str:
         return f"attnroute: {_NOTHING}"
     width = width or shutil.get_terminal_size((WIDTH, 24)).columns
     total = sum(row.ms for row in rows)
-    lines = [*_title(recording, rows, total), _table(rows[:_ROWS], total, width)]
+    lines = [*_title(recording, rows, total, width), _table(rows[:_ROWS], total, width)]
     for at, row in enumerate(rows[:_ROWS], 1):
-        lines += _notes(at, row)
+        lines += _notes(at, row, width)
     if len(rows) > _ROWS:
         lines.append(f"and {len(rows) - _ROWS} more rows, which the file of the calls has")
     if recording.left_out:
@@ -88,15 +92,15 @@ def _rows(recording: Recording) -> list[_Row]:
     return sorted(rows.values(), key=lambda row: (-row.ms, -row.count))
 
 
-def _title(recording: Recording, rows: list[_Row], total: float) -> list[str]:
+def _title(recording: Recording, rows: list[_Row], total: float, width: int) -> list[str]:
     counts = [f"{count} calls"] if (count := sum(row.count for row in rows)) else []
     if in_graphs := sum(len(row.places) for row in rows if row.traced.how == "compiled"):
         counts.append(f"{in_graphs} in graphs of torch.compile, whose runs nobody counts")
     clocks = sorted({row.traced.clock for row in rows if row.traced.how == "eager"})
-    time = f"; {total:.3g} ms by {listed([_CLOCKS[clock] for clock in clocks])}" if clocks else ""
-    lines = [f"attention: {listed(counts)}{time}"]
+    time = f"; {_ms(total)} ms by {listed([_CLOCKS[clock] for clock in clocks])}" if clocks else ""
+    lines = wrapped(f"{listed(counts)}{time}", "attention: ", " " * len("attention: "), width)
     for device, host in recording.hosts.items():
-        lines += wrapped(host_line(host), f"{device}: ", " " * len(f"{device}: "))
+        lines += wrapped(host_line(host), f"{device}: ", " " * len(f"{device}: "), width)
     return lines
 
 
@@ -105,15 +109,21 @@ def _table(rows: list[_Row], total: float, width: int) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", justify="right")
     table.add_column("module", overflow="fold", ratio=1)
-    table.add_column("kernel", overflow="fold")
-    for column in ("calls", "ms each", "ms in all", "share"):
-        table.add_column(column, justify="right")
+    table.add_column("kernel", no_wrap=True)
+    columns = ("calls", "ms each", "ms in all", "share")[: None if width >= _WIDE else -1]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     is_one_model = len({place.model for row in rows for place in row.places}) == 1
     for at, row in enumerate(rows, 1):
-        table.add_row(str(at), _module(row, is_one_model=is_one_model), _kernel(row), *_times(row, total))
+        table.add_row(
+            str(at),
+            _module(row, is_one_model=is_one_model),
+            _kernel(row),
+            *_times(row, total)[: len(columns)],
+        )
     stream = StringIO()
     Console(file=stream, width=width, highlight=False, no_color=True, markup=False).print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
@@ -143,7 +153,11 @@ def _range(numbers: set[int]) -> str:
 
 
 def _kernel(row: _Row) -> str:
-    return f"{row.traced.backend}, torch's own" if row.is_stock else row.traced.backend
+    return f"torch's {row.traced.backend}" if row.is_stock else row.traced.backend
+
+
+def _ms(time: float) -> str:
+    return f"{time:,.0f}" if time >= _WHOLE_FROM else f"{time:.3g}"
 
 
 def _times(row: _Row, total: float) -> tuple[str, str, str, str]:
@@ -153,15 +167,15 @@ def _times(row: _Row, total: float) -> tuple[str, str, str, str]:
         return f"{row.count} captured", "", "", ""
     forward = sum(p.forward_ms or 0.0 for p in row.places)
     backward, passes = sum(p.backward_ms or 0.0 for p in row.places), sum(p.backward for p in row.places)
-    calls, each = [str(row.count)], [f"{forward / row.count:.3g}"]
+    calls, each = [str(row.count)], [_ms(forward / row.count)]
     if passes:
-        calls.append(f"{passes} backward")
-        each.append(f"{backward / passes:.3g}")
+        calls.append(f"{passes} bwd")
+        each.append(_ms(backward / passes))
     share = f"{100 * row.ms / total:.0f} %" if total else ""
-    return "\n".join(calls), "\n".join(each), f"{row.ms:.3g}", share
+    return "\n".join(calls), "\n".join(each), _ms(row.ms), share
 
 
-def _notes(at: int, row: _Row) -> list[str]:
+def _notes(at: int, row: _Row, width: int) -> list[str]:
     """What the calls of a row are, what was prepared, what is predicted to be faster."""
     traced = row.traced
     said = [_line(row.lines)]
@@ -182,7 +196,9 @@ def _notes(at: int, row: _Row) -> list[str]:
             said.append(f"  {found.change}")
     first, rest = f"{at:>3}  ", "     "
     return [
-        line for n, text in enumerate(said) for line in wrapped(text, first if n == 0 else rest, rest + "  ")
+        line
+        for n, text in enumerate(said)
+        for line in wrapped(text, first if n == 0 else rest, f"{rest}  ", width)
     ]
 
 

@@ -67,6 +67,15 @@ def test_an_override_before_slows_no_later_call():
     assert calls_of(attnroute.attention, *tensors) <= WARM
 
 
+def test_a_trace_before_slows_no_later_call():
+    tensors = inputs(next(HEADS), 100)
+    attnroute.attention(*tensors)
+    before = calls_of(attnroute.attention, *tensors)
+    with attnroute.trace():
+        assert calls_of(attnroute.attention, *tensors) > WARM
+    assert calls_of(attnroute.attention, *tensors) == before <= WARM
+
+
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(("arguments", "new_length"), CALLS.values(), ids=CALLS)
 def test_a_call_reaches_its_kernel_through_few_functions(arguments, new_length, grad):

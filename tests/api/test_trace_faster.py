@@ -6,7 +6,8 @@ import pytest
 
 import attnroute
 from attnroute.api.faster import Asked, advised
-from attnroute.api.recording import TracedCall
+from attnroute.api.recording import Place, Recording, TracedCall
+from attnroute.api.recording_text import render_recording
 from attnroute.engine.advice.faster import faster_than, predicted_ms
 from attnroute.engine.select import select
 from attnroute.question.line import parse
@@ -68,3 +69,50 @@ def test_torchs_own_call_says_what_routing_would_select():
 def test_times_of_other_cards_say_nothing(arch):
     host = attnroute.Host(arch=arch, versions={"torch": "2.11.0"})
     assert faster_than(selected(LONG, host=host), "efficient") == ()
+
+
+TABLE = """\
+attention: 100 calls and 2 in graphs of torch.compile, whose runs nobody counts;
+           1,212 ms by events on the device
+cuda:0: sm_90, NVIDIA H200, torch 2.11.0, cudnn 9.19
+
+    module                  kernel                   calls  ms each  ms in all
+ ─────────────────────────────────────────────────────────────────────────────
+ 1  model.layers.0-1.cross  torch's efficient            4      267      1,068
+ 2  model.layers.0-1.attn   cudnn                       96      0.5        144
+                                                    96 bwd        1
+ 3  model.layers.{0,4}.out  flash              2 in graphs
+
+  1  bf16 b2 hq16 hkv16 sq4096 skv4096 d128 causal
+  2  bf16 b2 hq8 hkv8 sq64 skv64-72 d80 train
+     48 of the calls made again by checkpoints
+     prepared: pad_head_dim
+  3  bf16 b2 hq16 hkv16 sq4096 skv4096 d128 causal"""
+
+
+def test_a_table_says_what_ran_in_modules_that_are_alike():
+    def kind(line, backend, count, places, **named):
+        made = tuple(Place(model="Llama", **place) for place in places)
+        return TracedCall(
+            line=line, device="cuda:0", backend=backend, count=count, places=made, clock="device", **named
+        )
+
+    def of_layers(name, numbers, **named):
+        return [{"module": f"model.layers.{n}.{name}", **named} for n in numbers]
+
+    times = {"count": 24, "backward": 24, "forward_ms": 12.0, "backward_ms": 24.0, "recomputed": 12}
+    calls = [
+        kind(
+            f"bf16 b2 hq8 hkv8 sq64 skv{n} d80 train",
+            "cudnn",
+            48,
+            of_layers("attn", (0, 1), **times),
+            repairs=("pad_head_dim",),
+        )
+        for n in (64, 72)
+    ]
+    calls.append(kind(LONG, "flash", None, of_layers("out", (0, 4)), how="compiled"))
+    cross = of_layers("cross", (0, 1), count=2, forward_ms=534.0, longest_ms=270.0)
+    stock = kind(LONG, "efficient", 4, cross)
+    recording = Recording(hosts={"cuda:0": HOST}, calls=tuple(calls), stock=(stock,))
+    assert render_recording(recording, 80) == TABLE
