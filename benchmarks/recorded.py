@@ -192,14 +192,9 @@ def _of_grid(source: str, data: dict[str, Any]) -> Iterator[Record]:
 
 
 def _of_fresh_grid(source: str, data: dict[str, Any]) -> Iterator[Record]:
-    """Read the grid whose calls came after every fit: none may read it.
-
-    Its gradients by cudnn are wrong, as torch's own call before had left a plan for other strides; cudnn is
-    kept from such plans since (`any/cudnn/dropout-gradient-strides`), and takes as long.
-    """
+    """Read the grid whose calls came after every fit: none may read it."""
     for record in _of_grid(source, data):
-        times = {name: t._replace(is_right=t.is_right or name == "cudnn") for name, t in record.times.items()}
-        yield record._replace(times=times, part="unseen")
+        yield record._replace(part="unseen")
 
 
 def _of_row(call: Call, found: dict[str, Any], name: str) -> Time:
@@ -235,7 +230,7 @@ READERS: dict[str, Callable[[str, dict[str, Any]], Iterator[Record]]] = {
     "h200-torch2.11-models": _of_sweep,
     "h200-torch2.11-grid": _of_grid,
     "h200-torch2.11-grid-tokens": _of_grid,
-    "h200-torch2.11-grid-fresh": _of_fresh_grid,
+    "h200-torch2.11-grid-fresh-after": _of_fresh_grid,
     **dict.fromkeys(h100.READERS, _of_h100),
 }
 """What reads each file in `results/` that has times of several backends for one call."""

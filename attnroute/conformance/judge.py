@@ -59,15 +59,20 @@ def wrong(
 
 
 def _one_head(problem: Problem, call: Call) -> tuple[Problem, Call] | None:
-    """Return what one key/value head of one batch row computes; None where a mask or bias is a tensor."""
+    """Return what one key/value head of one batch row computes; None where heads or rows may differ in more.
+
+    A ragged batch stays whole, as its mask says where the sequences are.
+    """
     given, group = problem.given, call.num_heads_q // max(1, call.num_heads_kv)
-    tensors = (given.mask, given.bias, given.sink, given.alibi_slopes)
-    if call.layout == "thd" or any(tensor is not None for tensor in tensors):
+    is_ragged = call.layout == "thd"
+    differing = (None if is_ragged else given.mask, given.bias, given.sink, given.alibi_slopes)
+    if isinstance(given.mask, Tensor) or any(each is not None for each in differing):
         return None
-    heads = 1 if call.layout == "bhsd" else 2
+    heads = 2 if call.layout == "bshd" else 1
 
     def cut(tensor: Tensor, count: int) -> Tensor:
-        return tensor.detach()[:1].narrow(heads, 0, count).requires_grad_(tensor.requires_grad)
+        row = tensor.detach() if is_ragged else tensor.detach()[:1]
+        return row.narrow(heads, 0, count).requires_grad_(tensor.requires_grad)
 
     query, key, value = cut(given.query, group), cut(given.key, 1), cut(given.value, 1)
     given = given._replace(query=query, key=key, value=value)

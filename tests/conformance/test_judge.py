@@ -17,13 +17,22 @@ from attnroute.tuning.remake import remake
 LINE = "bf16 b2 hq4 hkv2 sq400 skv16 d8 train"
 
 
-@pytest.fixture(params=["all heads", "one head"])
+RAGGED = "bf16 b1 hq4 hkv2 sq400 skv16 d8 thd documents:cross train"
+CASES = {
+    "all heads": LINE,
+    "one head": LINE,
+    "one head, tokens first": f"{LINE} bshd",
+    "one head, ragged": RAGGED,
+}
+
+
+@pytest.fixture(params=CASES)
 def rounded(request, monkeypatch):
     """A call with low scores, what is true of it, and what it gives where intermediates are rounded."""
-    traced = TracedCall(line=LINE, device="cpu", backend="math")
+    traced = TracedCall(line=CASES[request.param], device="cpu", backend="math")
     problem, call = remake(traced), traced.call
     values.fill(problem, "low")
-    if request.param == "one head":
+    if request.param != "all heads":
         monkeypatch.setattr(judge, "_MOST_SCORES", {"cpu": 2 * 400 * 16})
     # Coarse enough that roundings alone are beyond the usual limit.
     monkeypatch.setitem(gate.TOLERANCE, "bfloat16", 1e-4)
