@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,6 +69,9 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        if CausalBias in types:
+            # It says itself what a function means for it.
+            return func(*args, **named)
         if torch.compiler.is_compiling():
             if func is UNFLATTEN:
                 # As inside of `route_sdpa()`.

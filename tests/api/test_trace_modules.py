@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import attnroute
@@ -269,3 +270,17 @@ def test_what_finds_no_room_is_counted(monkeypatch):
             model(tokens(seqlen))
     assert (places(trace.stock), trace.recording.left_out) == ([("Model", "layers.0.attn", 1, 0)], 5)
     assert "5 calls of further kinds found no room" in str(trace)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+def test_a_trace_ends_no_program_that_has_a_causal_bias_of_torch(bias, compiled):
+    def call(query):
+        return F.scaled_dot_product_attention(query, query, query, bias(8, 8))
+
+    query = torch.randn(2, 4, 8, 16)
+    torch.compiler.reset()
+    code = torch.compile(call, backend="aot_eager") if compiled else call
+    with attnroute.trace():
+        got = code(query)
+    torch.testing.assert_close(got, call(query))
