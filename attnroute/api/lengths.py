@@ -50,34 +50,34 @@ def lasting(key: RouteKey) -> RouteKey:
 
 def note_shape(problem: Problem, key: RouteKey) -> bool:
     """Note the shape of a call without a route, and return whether those of its family vary."""
-    family = None if key.is_lasting else _family(problem, key)
-    if family is None:
+    found = None if key.is_lasting else _family(problem, key)
+    if found is None:
         return False
+    family, most = found
     seen = _FAMILIES.get(family) or frozenset()
-    if len(seen) < _varied(key) and key.shapes not in seen:
+    if len(seen) < most and key.shapes not in seen:
         seen = seen | {key.shapes}
         _FAMILIES.put(family, seen)
-    return len(seen) >= _varied(key)
+    return len(seen) >= most
 
 
 def do_vary(problem: Problem, key: RouteKey) -> bool:
     """Return whether `note_shape` would say that shapes vary, noting nothing."""
-    if key.is_lasting:
+    found = None if key.is_lasting else _family(problem, key)
+    if found is None:
         return False
-    seen = _FAMILIES.get(_family(problem, key)) or frozenset()
-    return len(seen | {key.shapes}) >= _varied(key)
+    family, most = found
+    return len((_FAMILIES.get(family) or frozenset()) | {key.shapes}) >= most
 
 
-def _varied(key: RouteKey) -> int:
-    """Return from how many shapes of its family on those of a call vary."""
-    return VARIED_FEW if key.shapes[0][-2] <= FEW else VARIED
-
-
-def _family(problem: Problem, key: RouteKey) -> Hashable:
-    """Return what is the same for a call with other lengths and batch sizes; None where nobody counts them.
+def _family(problem: Problem, key: RouteKey) -> tuple[Hashable, int] | None:
+    """Return what calls of other lengths and batch sizes have alike, and from how many shapes on they vary.
 
     A few queries stay as they are: decoding is not the prompt before it. What a CUDA graph captures runs
     again and again, whatever else is captured.
+
+    Returns:
+        None where nobody counts shapes.
     """
     of_query, of_key, of_value = map(len, key.shapes)
     if not of_query == of_key == of_value == _DIMS or is_capturing(problem.query):
@@ -87,7 +87,8 @@ def _family(problem: Problem, key: RouteKey) -> Hashable:
     kinds = tuple(map(type, mask.nodes)) if isinstance(mask, Mask) else type(mask)
     has = (key.bias is None, key.sink is None, key.alibi_slopes is None)
     sizes = (heads, heads_kv, head_dim, head_dim_v, min(seqlen_q, FEW + 1))
-    return (sizes, kinds, has, key[2:8], key[12:16])
+    family = (sizes, kinds, has, key[2:8], key[12:16])
+    return family, VARIED_FEW if seqlen_q <= FEW else VARIED
 
 
 def place_of(problem: Problem, key: RouteKey) -> object:
