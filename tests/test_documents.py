@@ -169,13 +169,17 @@ def test_every_step_of_a_walk_exists():
 def commands():
     """Every command line of attnroute in a block of code, and the page it stands on."""
     for page in PAGES:
-        for block in re.findall(
-            r"^```(?:bash)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-        ):
-            for line in block.splitlines():
-                said = line.removeprefix("$ ")
-                words = shlex.split(said, comments=True) if said.startswith("attnroute ") else []
-                if words[:1] == ["attnroute"] and ">" not in words and words[1] not in ("demo", "probe"):
+        # Blocks of every language: the end of a block that is passed over would count as a beginning.
+        blocks = re.findall(
+            r"^```([^\n]*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
+        for block in [text for kind, text in blocks if kind in ("", "bash")]:
+            for line in re.findall(
+                r"^\$ (attnroute .*)" if block.startswith("$ ") else r"^attnroute .*", block, re.MULTILINE
+            ):
+                words = shlex.split(line, comments=True)
+                # The backend `toy` is the one that the reader of its page writes.
+                if ">" not in words and "toy" not in words and words[1] not in ("demo", "probe"):
                     yield pytest.param(words[1:], id=f"{page.name}: {line[:60]}")
 
 
@@ -188,7 +192,9 @@ def test_commands_of_pages_run(words, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    (tmp_path / "train.py").write_text("import attnroute", encoding="utf-8")
+    (tmp_path / "package").mkdir()
+    for name in ("train.py", "package/train.py"):
+        (tmp_path / name).write_text("import attnroute", encoding="utf-8")
     call = TracedCall(line="fp32 b1 hq2 sq8 d8 causal train", device="cpu", backend="flash", count=1)
     Recording(hosts={}, calls=(call,)).save(tmp_path / "attnroute-calls.json")
     given = ["bf16 b1 hq8 sq64 d64" if word == "CALL" else word for word in words]

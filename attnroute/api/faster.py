@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _NAMED: Final = 3
 """Faster backends that are named for one kind of calls."""
-_UNROUTED: Final = "torch's own function was called, which does not know of it"
+_UNROUTED: Final = "torch's own function was called, which has an order of its own"
 _ROUTE: Final = "attnroute.route_sdpa() around the call, or attnroute run, would select it"
 _EARLIER: Final = "it was not selected when such a call was decided first"
 

@@ -67,7 +67,9 @@ def program(name: str, command: list[str], required: str, hint: str) -> Program:
     if command[:1] == ["-m"] and len(command) > 1:
         return Program(command[1], command[1:])
     if not command or command[0].startswith("-") or not Path(command[0]).is_file():
-        raise ArgumentError(f"{required}; got {quoted(' '.join(command))}; name a file or a module.")
+        raise ArgumentError(
+            f"{required}; got {quoted(' '.join(command))}; name a script that exists, or -m and a module."
+        )
     return Program(None, command)
 
 

@@ -34,7 +34,7 @@ def run(words: list[str]) -> int:
 def _find(wanted: str, tables: Tables) -> Row:
     rows = _by_id(tables)
     if wanted not in rows:
-        near = did_you_mean(wanted, rows) or "; explanations print ids in brackets."
+        near = did_you_mean(wanted, rows) or "; `attnroute explain -v` prints ids in brackets."
         raise ArgumentError(f"ID requires the id of a row; got {quoted(wanted)}{near}")
     # An overlay's rows are on no page.
     page = places(Tables((shipped_folder(),))).get(wanted, "")

@@ -104,6 +104,7 @@ def _summary() -> str:
     """Say how much faster the choices are for calls of known models, and on what machine."""
     rows = data.rows_of_models()
     environment = data.environment(rows[0].record.source)
+    dates = " and ".join(sorted({data.environment(row.record.source)["date"] for row in rows}))
     made = {p: [c for row in rows if (c := row.choice(p)) and c.speed_up] for p in get_args(Packages)}
     faster = {
         packages: times(mean(c.speed_up for c in each if c.speed_up)) for packages, each in made.items()
@@ -111,7 +112,7 @@ def _summary() -> str:
     torch, beside = software(rows[0].record)
     text = (
         f"{environment['card']}, driver {environment['driver']}; {torch}; beside it {beside}; "
-        f"{environment['date']}, median milliseconds. Of {len(rows)} calls of known models stock runs "
+        f"{dates}, median milliseconds. Of {len(rows)} calls of known models stock runs "
         f"{len(made['everything'])} correctly; there attnroute is {faster['everything']} as fast "
         f"with all packages and {faster['torch alone']} with torch alone (geometric means)."
     )

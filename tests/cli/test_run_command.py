@@ -106,7 +106,10 @@ def test_a_script_that_ends_itself_keeps_its_exit_code_and_its_trace():
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [([], "got no command; write it behind run."), (["nowhere.py"], 'got "nowhere.py"; name a file or')],
+    [
+        ([], "got no command; write it behind run."),
+        (["nowhere.py"], 'got "nowhere.py"; name a script that exists'),
+    ],
 )
 def test_what_it_cannot_run_is_one_sentence(capsys, words, said):
     assert main(["run", *words]) == 2
