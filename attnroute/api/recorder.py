@@ -92,17 +92,24 @@ class Recorder:
 
     def tally(self, seen: Seen, where: Where) -> Tally | None:
         """Return what this thread counts of a kind in a module; None where there is no room for another."""
-        kind = self._kinds.get(seen.key)
-        if kind is None and len(self._kinds) < KINDS_KEPT:
-            kind = self._kinds.setdefault(seen.key, _Kind(seen))
+        if seen.key not in self._kinds and len(self._kinds) < KINDS_KEPT:
+            self._kinds.setdefault(seen.key, _Kind(seen))
+        tally = self.tally_again(seen.key, where)
+        if tally is None:
+            thread = get_ident()
+            self._left_out[thread] = self._left_out.get(thread, 0) + 1
+        return tally
+
+    def tally_again(self, key: object, where: Where) -> Tally | None:
+        """Return the same of a kind that was seen before; None where there was no room for it."""
+        kind = self._kinds.get(key)
         tallies = None if kind is None else kind.places.get(where)
         if tallies is None and kind is not None and self._places < PLACES_KEPT:
             self._places += 1
             tallies = kind.places.setdefault(where, {})
-        thread = get_ident()
         if tallies is None:
-            self._left_out[thread] = self._left_out.get(thread, 0) + 1
             return None
+        thread = get_ident()
         return tallies.get(thread) or tallies.setdefault(thread, Tally())
 
     def add_time(self, tally: Tally, direction: Direction, first: Any, last: Any) -> None:
@@ -184,13 +191,14 @@ def _count(seen: Seen, where: Where) -> Iterator[tuple[Recorder, Tally]]:
 
 def _backward(seen: Seen, where: Where) -> Watch:
     """Return what counts backward passes through a call in the traces that are active then and saw it."""
-    # Nothing here may keep tensors of the call alive, which autograd would free.
-    bare = Seen(seen.key, seen.is_stock, seen.how, seen.query.new_empty(0), None, "", seen.describe)
+    # No more of what was seen: its description has the tensors of the call, which autograd or a checkpoint
+    # would free.
+    key = seen.key
     saw = tuple(dict.fromkeys(ACTIVE))
 
     def tallies() -> Iterator[tuple[Recorder, Tally]]:
         for recorder in saw:
-            if recorder in ACTIVE and (tally := recorder.tally(bare, where)) is not None:
+            if recorder in ACTIVE and (tally := recorder.tally_again(key, where)) is not None:
                 yield recorder, tally
 
     def entered() -> None:
@@ -201,7 +209,7 @@ def _backward(seen: Seen, where: Where) -> Watch:
         for recorder, tally in tallies():
             recorder.add_time(tally, "backward", first, last)
 
-    return Watch(bare.query, entered, ended)
+    return Watch(seen.query, entered, ended)
 
 
 def _total(traced: TracedCall, places: dict[Where, list[Tally]]) -> TracedCall:

@@ -84,7 +84,8 @@ def as_tensor(mask: Mask, sizes: tuple[int, int, int], device: torch.device | st
 def _as_tensor(
     spec: Spec, tensors: list[Tensor], batch: int, seqlen_q: int, seqlen_kv: int, device: torch.device | str
 ) -> Tensor:
-    mask: Mask = put_together(spec, tensors)
+    # Somebody may write into the tensors later, which changes no mask that was made of them.
+    mask: Mask = put_together(spec, [tensor.clone() for tensor in tensors])
     found = mask.materialize(seqlen_q, seqlen_kv, batch=batch, device=device)
     found = found.expand(batch, 1, seqlen_q, seqlen_kv).clone()
     found.made_of = mask, found._version  # type: ignore[attr-defined]

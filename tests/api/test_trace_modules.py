@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -135,6 +136,25 @@ def test_recomputes_have_the_module_of_their_forward(make):
     assert sum(p.count for p in found) == 4
     assert sum(p.recomputed for p in found) == 2
     assert sum(p.backward for p in found) == 2
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("call", [F.scaled_dot_product_attention, attnroute.attention])
+def test_a_trace_keeps_no_tensor_of_a_call_alive(call, recomputes):
+    """What a checkpoint or autograd frees would else fill the device while a model trains under a trace."""
+    made = []
+
+    def inside(tensor):
+        qkv = [tensor * factor for factor in (1, 2, 3)]
+        made.extend(map(weakref.ref, qkv))
+        return call(*qkv)
+
+    query = torch.randn(1, 2, 8, 8, requires_grad=True)
+    with attnroute.trace():
+        out = checkpoint(inside, query, use_reentrant=False) if recomputes else inside(query)
+        assert [found() is None for found in made] == [recomputes] * 3
+        out.sum().backward()
+    assert [found() for found in made] == [None] * len(made)
 
 
 @pytest.mark.parametrize("make", [stock_model, routed_model], ids=["stock", "attnroute"])

@@ -79,6 +79,19 @@ def test_what_somebody_made_of_the_tensor_counts(name, backend):
     torch.testing.assert_close(found, attnroute.attention(QUERY, KEY, VALUE, dense))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_is_written_into_the_padding_later_changes_no_mask(backend):
+    def run(keep):
+        keep = keep.clone()
+        mask = as_tensor(KeyPadding(keep=keep, finite=True), (2, LENGTH, LENGTH), "cpu")
+        keep[:, 4:] = False
+        return attnroute.attention(QUERY, KEY, VALUE, mask)
+
+    with torch.no_grad():
+        found = torch.compile(run, backend=backend, fullgraph=True)(KEEP)
+    torch.testing.assert_close(found, attnroute.attention(QUERY, KEY, VALUE, KeyPadding(keep=KEEP)))
+
+
 def test_a_tensor_beside_a_call_of_other_lengths_stays_a_tensor():
     def run():
         mask = as_tensor(Window(3, 0), (1, 1, LENGTH), "cpu")

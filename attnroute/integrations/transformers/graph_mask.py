@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from attnroute.integrations.transformers.mask_functions import MaskFunction
+from attnroute.integrations.transformers.mask_functions import WINDOWS_MEAN_THE_SAME, MaskFunction
 from attnroute.masks import All, Causal, KeyPadding, Mask, Window
 from attnroute.masks.flat import as_tensor
 
@@ -80,14 +80,18 @@ def _band(function: MaskFunction, stated: dict[str, Any]) -> tuple[int | None, i
     """Return how many keys before and after its own a query may attend; None where that is not known.
 
     A tracer does not show what is in the closure of a function. But where transformers allows its
-    `sdpa_mask` to return no mask, `local_size` alone says how the function differs from having none.
+    `sdpa_mask` to return no mask, the `local_size` of a config with that window alone says how the function
+    differs from having none. Somebody else may call with a function of his own, or that of chunks.
     """
     if function is causal_mask_function:
         return None, 0
     if function is bidirectional_mask_function:
         return None, None
     size: int | None = stated.get("local_size")
-    if size is None or getattr(stated.get("config"), "attention_chunk_size", None) is not None:
+    config = stated.get("config")
+    if size is None or size != getattr(config, "sliding_window", None) or not WINDOWS_MEAN_THE_SAME:
+        return None
+    if getattr(config, "attention_chunk_size", None) is not None:
         return None
     if stated["allow_is_causal_skip"]:
         return size - 1, 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -164,3 +164,11 @@ def _read_and(cells: dict[str, Any]) -> Reading | None:
 def _least(first: int | None, second: int | None) -> int | None:
     stated = [n for n in (first, second) if n is not None]
     return min(stated, default=None)
+
+
+WINDOWS_MEAN_THE_SAME: Final = all(
+    read(builder(_SAMPLE_WINDOW)) is not None
+    for name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay")
+    if (builder := getattr(masking_utils, name, None)) is not None
+)
+"""Whether the installed transformers counts windows as it did: a graph reads no function, and has to know."""

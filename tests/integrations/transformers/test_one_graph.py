@@ -8,8 +8,10 @@ import transformers
 from functorch.compile import make_boxed_func
 from support.transformers_models import LENGTH, PADDING, TOKENS, close, using
 from torch._dynamo.backends.common import aot_autograd
+from transformers import masking_utils
 
 from attnroute import override
+from attnroute.integrations.transformers.mask_interface import make_mask
 
 # transformers renamed arguments on the way; the old names work in every version that is supported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
@@ -157,6 +159,18 @@ def test_padding_reaches_the_kernels_of_a_graph(name, side):
         close(found, run(**inputs)[0], padding)
     assert graphs.count == 1
     assert not graphs.squares()
+
+
+def test_a_graph_takes_no_function_of_somebody_else_for_a_window():
+    """`local_size` is also the size of chunks, or stands beside a function of somebody else."""
+    chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
+
+    def run():
+        return make_mask(1, LENGTH, LENGTH, mask_function=chunks, local_size=4)
+
+    found = torch.compile(run, backend="aot_eager", fullgraph=True)()
+    expected = masking_utils.sdpa_mask(1, LENGTH, LENGTH, mask_function=chunks, local_size=4)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", list(OTHERS))
