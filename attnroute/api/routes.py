@@ -89,7 +89,7 @@ _LIKE: Memory[object, tuple[Call, Memory[object, Route]]] = Memory(
 
 
 LISTENERS: list[Callable[[Route, Problem, Callable[[], Output]], Output]] = []
-"""Who runs each call along its route, with what does so, the first one innermost."""
+"""Who runs each call along its route, with what does so, the first one innermost; twice is once."""
 
 
 def lookup(key: object) -> Route | None:
@@ -275,7 +275,7 @@ def _listened_to(route: Route, problem: Problem, inputs: Inputs) -> Output:
     def run() -> Output:
         return problem.in_given_layout(*run_repaired(route.executor, inputs, route.plan))
 
-    for listener in LISTENERS.copy():
+    for listener in dict.fromkeys(LISTENERS):
         run = partial(listener, route, problem, run)
     return run()
 

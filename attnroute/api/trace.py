@@ -38,8 +38,7 @@ class Trace(scopes.Block):
     def __enter__(self) -> Self:
         """Begin to record."""
         self._used = True
-        if not recorder.ACTIVE:
-            routes.LISTENERS.append(_recorded)
+        routes.LISTENERS.append(_recorded)
         recorder.ACTIVE.append(self._recorder)
         stock_calls.see()
         return self
@@ -52,8 +51,7 @@ class Trace(scopes.Block):
             OverrideError: The block was entered in another thread.
         """
         recorder.ACTIVE.remove(self._recorder)
-        if not recorder.ACTIVE:
-            routes.LISTENERS.remove(_recorded)
+        routes.LISTENERS.remove(_recorded)
         is_here = stock_calls.unsee()
         if self._path is not None:
             self.recording.save(self._path)
