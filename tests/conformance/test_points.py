@@ -70,6 +70,16 @@ def test_inside_is_tried_in_every_memory_layout_that_is_admitted():
     assert {t.values for t in alike} == {"usual", "sharp", "low", "equal", "zeros"}
 
 
+def test_outside_of_a_row_about_offsets_tokens_lie_as_far_apart_as_the_fact_says():
+    """Elements of the whole batch are between two tokens only where the tokens are outermost."""
+    (found,) = (p for p in FOUND["sm_90"] if p.row.id == "shared/flex_triton/key-offset-32-bit")
+    orders = {(t.line, t.memory) for t in found.outside.trials}
+    apart = [line for line, _ in orders if "unpacked" in line and parse(line).batch > 1]
+    assert apart
+    assert all((line, ("sbhd",) * 3) in orders for line in apart)
+    assert all(memory != ("sbhd",) * 3 for line, memory in orders if "unpacked" not in line)
+
+
 def test_a_row_about_large_calls_is_tried_with_small_ones():
     (points,) = [p for p in FOUND["sm_90"] if p.row.id == "shared/flash_cuda/grid-batch-unchecked"]
     call = parse(points.outside.trials[0].line)
