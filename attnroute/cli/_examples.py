@@ -15,6 +15,10 @@ EXAMPLES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
             "explain --q 2,32,4096,128 --kv 8,4096 --mask causal,window=4095,0 --dtype bf16 --arch b200",
             "flags",
         ),
+        (
+            'explain "bf16 b4 hq32 hkv8 sq32768 d128 causal train" --mesh tp=2,cp=4 --arch h200',
+            "on eight ranks: local calls, bytes moved, times",
+        ),
         (f"explain {_LLAMA} --arch h100 --json", "for programs"),
     ),
     "why-not": (

@@ -9,15 +9,21 @@ from attnroute.cli._parser import Parser
 from attnroute.cli._question import Question, add_question, question_of
 from attnroute.cli._terminal import columns, painted
 from attnroute.engine.decide import decide
+from attnroute.engine.mesh import plan
 from attnroute.engine.te_choice import NO_PATH, predict
-from attnroute.errors import NoBackendError
-from attnroute.report.json import decision_json, document
+from attnroute.errors import ArgumentError, NoBackendError
+from attnroute.question.mesh import mesh_of
+from attnroute.report.json import decision_json, document, plan_json
 from attnroute.report.layout import field, laid_out
+from attnroute.report.mesh import render_plan
 from attnroute.report.te_choice import render_te_choice
 from attnroute.report.text import render_decision
 
 if TYPE_CHECKING:
+    import argparse
+
     from attnroute.engine.decision import Decision
+    from attnroute.engine.mesh import Way
     from attnroute.tables.folders import Tables
 
 SLOW_ONLY = 3
@@ -32,8 +38,15 @@ def run(words: list[str]) -> int:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="every reason with its row, every preparation and hint"
     )
+    parser.add_argument(
+        "--mesh",
+        metavar="tp=2,cp=4",
+        help="what the call becomes on ranks: heads over tp, tokens cp, batch dp",
+    )
     args = parser.parse_intermixed_args(words)
     asked = question_of(args)
+    if args.mesh is not None:
+        return _on_mesh(asked, args)
     if args.chooser is not None:
         return _as_te(asked, args.format)
     decision = decide(asked.call, asked.host, asked.tables, asked.policy, advise=True)
@@ -53,6 +66,25 @@ def _as_te(asked: Question, form: str) -> int:
     else:
         print(painted(render_te_choice(choice, asked.call, asked.host, columns())))
     return NoBackendError.exit_code if choice.path == NO_PATH else 0
+
+
+def _on_mesh(asked: Question, args: argparse.Namespace) -> int:
+    """Print what the call becomes on a mesh; the exit code is that of the best way of spreading it."""
+    if args.chooser is not None:
+        raise ArgumentError(
+            f"--mesh requires a decision of attnroute; got --as {args.chooser}; leave one out."
+        )
+    found = plan(asked.call, mesh_of(args.mesh), asked.host, asked.tables, asked.policy)
+    if args.format == "json":
+        print(plan_json(found, verbose=args.verbose))
+    else:
+        print(painted(render_plan(found, columns())))
+    return min(_worst(way, asked.tables) for way in found.ways)
+
+
+def _worst(way: Way, tables: Tables) -> int:
+    codes = [exit_code(turn.decision, tables) for part in way.parts for turn in part.turns]
+    return max(codes, default=NoBackendError.exit_code)
 
 
 def _text(decision: Decision, *, verbose: bool) -> str:

@@ -17,6 +17,7 @@ from attnroute.errors import TableError, printable
 from attnroute.settings import current
 from attnroute.tables.archs import ArchTable, StockTable
 from attnroute.tables.costs import CostTable
+from attnroute.tables.interconnect import InterconnectTable
 from attnroute.tables.lint import lint
 from attnroute.tables.load import load
 from attnroute.tables.preferences import all_preferences
@@ -38,6 +39,7 @@ _FILES = {
     "any/several.toml": SharedRules,
     "any/stock.toml": StockTable,
     "any/te_choice.toml": TeChoiceTable,
+    "any/interconnect.toml": InterconnectTable,
     "releases.toml": ReleaseTable,
     "<arch>/costs/<backend>.toml": CostTable,
     "<arch>/<backend>.toml, any/<backend>.toml, shared/<name>.toml": BackendTable,

@@ -9,6 +9,7 @@ from attnroute.engine.decision import Decision
 
 if TYPE_CHECKING:
     from attnroute.engine.decision import WhyNot
+    from attnroute.engine.mesh import Plan
 
 SCHEMA_VERSION: Final = 1
 """Grows where a program that read earlier documents could read a new one wrongly."""
@@ -30,6 +31,20 @@ def decision_json(decision: Decision, *, verbose: bool = False) -> str:
 def why_not_json(answer: WhyNot) -> str:
     """Return why a backend is not selected as a JSON document, with the decision in short."""
     return document({**answer.model_dump(mode="json"), "decision": _short(answer.decision)})
+
+
+def plan_json(plan: Plan, *, verbose: bool = False) -> str:
+    """Return what a call becomes on a mesh as a JSON document, decisions in it as in `decision_json`."""
+    data = plan.model_dump(mode="json")
+    if not verbose:
+        data["whole"] = _short(plan.whole)
+        for way, told in zip(plan.ways, data["ways"], strict=True):
+            turns = (turn for part in way.parts for turn in part.turns)
+            for turn, said in zip(
+                turns, (turn for part in told["parts"] for turn in part["turns"]), strict=True
+            ):
+                said["decision"] = _short(turn.decision)
+    return document(data)
 
 
 def document(data: dict[str, Any]) -> str:

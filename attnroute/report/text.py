@@ -71,7 +71,7 @@ def _others(decision: Decision) -> list[Line]:
     if absent := sorted((v for v in rest if v.status == "unavailable"), key=_place):
         lines.append(field("absent", f"{', '.join(map(sentences.with_time, absent))}: not installed"))
     for label, status in (("kept out", "eligible"), ("unknown", "unknown"), ("rejected", "rejected")):
-        groups = _by_reason([v for v in rest if v.status == status])
+        groups = by_reason([v for v in rest if v.status == status])
         texts = [": ".join(filter(None, (", ".join(names), why))) for why, names in groups.items()]
         lines += [field("" if n else label, text) for n, text in enumerate(texts)]
     return lines
@@ -91,7 +91,7 @@ def _reasons_of(verdict: Verdict) -> list[str]:
     return [sentences.exclusion(kept_out)] if kept_out else [*map(sentences.reason, verdict.blocking)]
 
 
-def _by_reason(verdicts: list[Verdict]) -> dict[str, list[str]]:
+def by_reason(verdicts: list[Verdict]) -> dict[str, list[str]]:
     """Return backends by one reason of each: that which most of them share."""
     reasons = {v.backend: _reasons_of(v) for v in verdicts}
     shared = Counter(reason for found in reasons.values() for reason in dict.fromkeys(found))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from attnroute.errors import ECHO, ArgumentError, did_you_mean, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from attnroute.question.host import Host
     from attnroute.tables.archs import Peak
     from attnroute.tables.folders import Tables
+
+T = TypeVar("T")
 
 DEFAULT: Final = "default"
 """In place of a card's name: every card of the architecture that has none in the tables."""
@@ -101,14 +103,18 @@ def peak_of(tables: Tables, host: Host) -> Peak | None:
 
     Args:
         tables: The tables.
-        host: The host. Of the names in its architecture's table the longest in `device_name` counts.
+        host: The host.
 
     Returns:
         The numbers of that card, else the architecture's default; None where its table has no numbers. Those
         of an inherited architecture are not asked: they would be another card's.
     """
-    peaks = tables.arch(host.arch).peak
-    return peaks.get(_variant(host.device_name, peaks) or DEFAULT)
+    return of_card(tables.arch(host.arch).peak, host)
+
+
+def of_card(entries: Mapping[str, T], host: Host) -> T | None:
+    """Return the entry of a host's card: that of the longest name in `device_name`, else the default."""
+    return entries.get(_variant(host.device_name, entries) or DEFAULT)
 
 
 def is_one_of(word: str, cards: list[str]) -> bool:

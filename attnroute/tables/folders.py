@@ -16,9 +16,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from attnroute.errors import TableError, did_you_mean
 from attnroute.tables.archs import ArchTable, StockOrder, StockTable
+from attnroute.tables.interconnect import InterconnectTable
 from attnroute.tables.providers import Providers, providers_of
 from attnroute.tables.read import read
 from attnroute.tables.releases import with_tested_versions
@@ -29,6 +31,7 @@ from attnroute.tables.schema import (
     BackendTable,
     FeatureAnswer,
     Option,
+    Row,
     Rule,
     SharedRules,
 )
@@ -38,15 +41,18 @@ from attnroute.vocabulary import Feature
 ANY = "any"
 TE_CHOICE = "te_choice"
 """The file of `any/` about what TransformerEngine's own module picks."""
+INTERCONNECT = "interconnect"
+"""The file of `any/` about what connects GPUs."""
 SEVERAL = "several"
 """The file of `any/` whose rows hold in several files each, as if they stood there."""
-NO_BACKEND = ("arch", "stock", TE_CHOICE, SEVERAL)
+NO_BACKEND = ("arch", "stock", TE_CHOICE, INTERCONNECT, SEVERAL)
 """The files of `any/` that are not about a backend."""
 SHARED = "shared"
 """The folder of files that several architectures include."""
 
 _Rules = list[tuple[Path, Rule]]
 _Options = list[tuple[Path, Option]]
+_Model = TypeVar("_Model", bound=Row)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,13 +124,23 @@ class Tables:
     @cached_property
     def te_choice(self) -> TeChoiceTable:
         """How TransformerEngine's own module picks a kernel; the file of the last folder that has one."""
-        paths = [p for folder in self.folders if (p := self._file(folder, ANY, TE_CHOICE))]
-        if not paths:
-            raise TableError(f"--as te requires {ANY}/{TE_CHOICE}.toml; got none; reinstall the tables.")
-        table: TeChoiceTable = read(paths[-1], TeChoiceTable)
+        table = self._last(TE_CHOICE, TeChoiceTable)
         for path in table.path:
             self.check_known(f"{ANY}/{TE_CHOICE}.toml: path {path.name}", path.runs)
         return table
+
+    @cached_property
+    def interconnect(self) -> InterconnectTable:
+        """What connects GPUs; the file of the last folder that has one."""
+        return self._last(INTERCONNECT, InterconnectTable)
+
+    def _last(self, name: str, model: type[_Model]) -> _Model:
+        """Return a file of `any/` of the last folder that has it."""
+        paths = [p for folder in self.folders if (p := self._file(folder, ANY, name))]
+        if not paths:
+            raise TableError(f"the tables require {ANY}/{name}.toml; got none; reinstall them.")
+        found: _Model = read(paths[-1], model)
+        return found
 
     def arch(self, name: str) -> ArchTable:
         """Return one architecture, or what holds on those that no folder describes.

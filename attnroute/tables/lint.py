@@ -12,7 +12,7 @@ from attnroute.question.host import Host
 from attnroute.tables.alternatives import is_well_formed
 from attnroute.tables.cards import DEFAULT, is_one_of, peak_of
 from attnroute.tables.costs import costs_of
-from attnroute.tables.folders import ANY, SHARED, Tables
+from attnroute.tables.folders import ANY, INTERCONNECT, SHARED, Tables
 from attnroute.tables.links import links
 from attnroute.tables.points import options_of, shared_points
 from attnroute.tables.preferences import all_preferences, placed, preferences
@@ -65,6 +65,7 @@ def lint(tables: Tables, today: datetime.date) -> list[Problem]:
         _duplicates,
         _arch_evidence,
         _peaks,
+        _connections,
         _costs,
         _base_orders,
         _idle_preferences,
@@ -103,7 +104,7 @@ def _inheritance(tables: Tables) -> Iterator[Problem]:
 
 def _read_all(tables: Tables) -> None:
     """Everything is read once: what cannot be, raises."""
-    _ = tables.stock, tables.te_choice, tables.all_rows(), tables.all_options()
+    _ = tables.stock, tables.te_choice, tables.interconnect, tables.all_rows(), tables.all_options()
     for arch in tables.arch_names:
         preferences(tables, arch)
         for backend in tables.backends:
@@ -218,6 +219,16 @@ def _peaks(tables: Tables) -> Iterator[Problem]:
         if peaks and DEFAULT not in peaks:
             sentence = f"requires {DEFAULT}, for cards that it does not name; got {', '.join(peaks)}."
             yield Problem(f"{arch}/arch.toml", "", "peak", sentence)
+
+
+def _connections(tables: Tables) -> Iterator[Problem]:
+    """The same for what connects cards."""
+    for arch, named in tables.interconnect.card.items():
+        cards = tables.arch(arch).cards
+        strange = [card for card in named if card != DEFAULT and not is_one_of(card, cards)]
+        if strange or DEFAULT not in named:
+            sentence = f"requires {DEFAULT} and names of cards of {arch}; got {', '.join(named)}."
+            yield Problem(f"{ANY}/{INTERCONNECT}.toml", "", f"card.{arch}", sentence)
 
 
 def _costs(tables: Tables) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnroute.tables.alternatives import names_in
-from attnroute.tables.folders import ANY, Tables
+from attnroute.tables.folders import ANY, INTERCONNECT, Tables
 from attnroute.tables.preferences import all_preferences
 from attnroute.tables.problem import Problem, said_by, stating
 from attnroute.tables.releases import published
@@ -146,6 +146,11 @@ def _cited_about_archs(tables: Tables) -> Iterator[Cited]:
         yield from (Cited(tables.folders[0], file, "", evidence) for evidence in table.evidence)
         peaks = ((card, evidence) for card, peak in table.peak.items() for evidence in peak.evidence)
         yield from (Cited(tables.folders[0], file, f"peak.{card}", evidence) for card, evidence in peaks)
+    links = tables.interconnect
+    cited = [("start", links.start.evidence), *((name, link.evidence) for name, link in links.link.items())]
+    for name, entries in cited:
+        file = f"{ANY}/{INTERCONNECT}.toml"
+        yield from (Cited(tables.folders[0], file, name, evidence) for evidence in entries)
     for row in all_preferences(tables):
         folder, scope = row.file.parent.parent, row.file.parent.name
         for evidence in row.preference.evidence:
