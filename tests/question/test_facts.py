@@ -83,6 +83,7 @@ def test_the_facts_of_a_plain_call():
         "head_dim_max": 192,
         "head_dims_equal": False,
         "head_dims_power_of_two": False,
+        "head_dims_multiple_of_16": True,
         "head_dim_qk_tile_mod_32": 0,
         "dv_store_fits_16": True,
         "dv_store_fits_32": True,
@@ -182,6 +183,8 @@ SURROUNDED = Context(compiled=True, cuda_graph=True, transform="vmap", distribut
         ({"mask": (KeyPaddingNode(finite=True),)}, {"key_padding": True, "left_out_finite": True}),
         ({"mask": (PrefixNode(),)}, {"prefix": True, "causal": False, "alignment": "square"}),
         ({"head_dim_qk": 128}, {"head_dims_power_of_two": True}),
+        ({"head_dim_qk": 200}, {"head_dims_multiple_of_16": False}),
+        ({"head_dim_v": 72}, {"head_dims_multiple_of_16": False}),
         ({"num_heads_q": 24}, {"gqa_ratio_power_of_two": False}),
         ({"num_heads_q": 0, "num_heads_kv": 0}, {"gqa_ratio_power_of_two": False}),
         (

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fa4_hosts import DETERMINISTIC, MHA, MQA, NEWEST, RELEASES, SINK, dsl_of, fa4
 from support.row_calls import (
+    THD,
     TRAINING,
     archs_with,
     causal,
@@ -170,6 +171,37 @@ def test_shared_heads_are_not_packed_on_ampere_before_b21(release, given):
     found = verdict("fa4", fa4(release)["versions"], "sm_80", MQA)
     assert dict(found.options) == ({"pack_gqa": False} if given else {})
     assert verdict("fa4", fa4(release)["versions"], "sm_80", MHA).options == ()
+
+
+ODD, LARGE = {"num_heads_q": 24, "num_heads_kv": 8}, {"num_heads_q": 128, "num_heads_kv": 1}
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "unpacked"),
+    [
+        ("sm_90", ODD | dims(104), True),
+        ("sm_90", ODD | dims(112), False),
+        ("sm_90", MQA | dims(104), False),
+        ("sm_90", MHA | dims(104), False),
+        ("sm_90", LARGE | dims(72), True),
+        ("sm_100", ODD | dims(80, 72), True),
+        ("sm_100", ODD | dims(80), False),
+        ("sm_100", LARGE | dims(72), False),
+        ("sm_100", MQA | THD | dims(72), True),
+        ("sm_100", MQA | THD | dims(80), False),
+        ("sm_100", MHA | THD | dims(72), False),
+        ("sm_80", MQA | dims(72), True),
+        ("sm_80", MQA | dims(80), False),
+        ("sm_120", MQA | dims(72, 80), True),
+        ("sm_120", MHA | dims(72), False),
+    ],
+)
+def test_shared_heads_of_partial_width_are_not_packed_before_b31(arch, fields, unpacked):
+    """Of them 4.0.0b31 is the first release that compiles what loads and stores a packed tile."""
+    for release, expected in ((30, unpacked), (31, False)):
+        found = verdict("fa4", fa4(release)["versions"], arch, fields)
+        assert (found.status, found.repairs) == ("eligible", ())
+        assert dict(found.options) == ({"pack_gqa": False} if expected else {})
 
 
 def test_the_compiler_of_a_release_is_one_that_it_asks_for():

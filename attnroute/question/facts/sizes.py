@@ -220,6 +220,12 @@ def head_dims_power_of_two(call: Call) -> bool:
     return _is_power_of_two(call.head_dim_qk) and _is_power_of_two(call.head_dim_v)
 
 
+@fact()
+def head_dims_multiple_of_16(call: Call) -> bool:
+    """Whether head_dim_qk and head_dim_v are multiples of 16."""
+    return call.head_dim_qk % _TILE == 0 and call.head_dim_v % _TILE == 0
+
+
 @fact("number")
 def head_dim_qk_tile_mod_32(call: Call) -> int:
     """What is left of head_dim_qk, rounded up to a multiple of 16, modulo 32."""
