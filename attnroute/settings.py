@@ -60,6 +60,11 @@ def environment() -> Policy:
     return from_environment(os.environ)
 
 
+def stated() -> dict[str, str]:
+    """Return every variable of ours that is set, as it is written there."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIX)}
+
+
 @cached(1, INSTALLED)
 def explain_mode() -> ExplainMode:
     """Return the mode that ATTNROUTE_EXPLAIN sets, read at the first call."""

@@ -1,9 +1,9 @@
 """The command line. Each subcommand is a module, imported when it is asked for; none decides anything itself.
 
 Exit codes: 0 a fused kernel is selected, or the command did what it was asked; 1 demo, tune, conformance or
-an audit found something wrong; 2 the question is malformed; 3 only the slow tier can run the call;
-4 nothing can; 5 a capability table is malformed; 6 what was found out could not be written; 7 pip could not
-give a package; 130 the user ended it. A reader that closes the pipe early changes none.
+an audit found something wrong, or ranks differ; 2 the question is malformed; 3 only the slow tier can run the
+call; 4 nothing can; 5 a capability table is malformed; 6 what was found out could not be written; 7 pip could
+not give a package; 130 the user ended it. A reader that closes the pipe early changes none.
 """
 
 from __future__ import annotations
