@@ -52,9 +52,10 @@ def wrong(
         problem, call = part
         if call.num_heads_q * call.seqlen_q * call.seqlen_kv > most:
             return said
-        slack = _of_roundings(problem, call, gate.run(gate.widened(problem, torch.float64), None, attend))
+        true = gate.run(gate.widened(problem, torch.float64), None, attend)
+        slack = _of_roundings(problem, call, true, true["output"])
     else:
-        slack = _of_roundings(problem, call, want, kept)
+        slack = _of_roundings(problem, call, want, got["output"], kept)
     return gate.wrong(got, want, call, sizes, slack)
 
 
@@ -82,12 +83,19 @@ def _one_head(problem: Problem, call: Call) -> tuple[Problem, Call] | None:
 
 
 def _of_roundings(
-    problem: Problem, call: Call, want: dict[str, Tensor], kept: Tensor | None = None
+    problem: Problem, call: Call, want: dict[str, Tensor], out: Tensor, kept: Tensor | None = None
 ) -> dict[str, float]:
     """Return the relative errors that come of roundings which every fused kernel makes.
 
     Weights and the gradient of the scores are rounded before they are multiplied. Where keys have a mean,
     what the rounding adds to their sum is not small beside what is left of it.
+
+    Args:
+        problem: The call's tensors.
+        call: The call.
+        want: What is true.
+        out: The output that the kernel gave, which it may round otherwise than what is true rounds.
+        kept: Which weights dropout left.
     """
     dtype = getattr(torch, call.dtype)
     plain = gate.run(
@@ -96,8 +104,10 @@ def _of_roundings(
         partial(attend, rounded=dtype, kept=kept),
         dropout_p=call.dropout_p if kept is not None else 0.0,
     )
-    sums = _of_output(problem, call, want)
-    errors = {n: gate.error(plain[n], want[n].double(), 0.0) + sums.get(n, 0.0) for n in want}
+    sums = [_of_output(problem, call, want, each.to(dtype)) for each in (want["output"], out)]
+    errors = {
+        n: gate.error(plain[n], want[n].double(), 0.0) + max(each.get(n, 0.0) for each in sums) for n in want
+    }
     # Where padding leaves out what is not finite, the definition is not finite either, and excuses nothing.
     return {name: _SLACK * error for name, error in errors.items() if math.isfinite(error)}
 
@@ -109,8 +119,8 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
 
 
-def _of_output(problem: Problem, call: Call, want: dict[str, Tensor]) -> dict[str, float]:
-    """Return the relative errors of the gradients of query and key that the rounding of the output brings.
+def _of_output(problem: Problem, call: Call, want: dict[str, Tensor], rounded: Tensor) -> dict[str, float]:
+    """Return the relative errors of the gradients of query and key that a rounded output brings.
 
     A kernel makes the gradient of the scores as P * (dP - sum(dO * O)) from an output that was rounded to the
     dtype. Where dP and the sum nearly cancel, as with one key or with sharp weights, what the rounding adds,
@@ -120,8 +130,7 @@ def _of_output(problem: Problem, call: Call, want: dict[str, Tensor]) -> dict[st
     if not {"query", "key"} <= want.keys():
         return {}
     wide = gate.widened(problem, torch.float64).given
-    rounded = want["output"].to(getattr(torch, call.dtype)).double()
-    shift = ((rounded - want["output"]) * problem.grad.double()).sum(-1, keepdim=True)
+    shift = ((rounded.double() - want["output"]) * problem.grad.double()).sum(-1, keepdim=True)
     scale = call.head_dim_qk**-0.5 if wide.scale is None else wide.scale
     keys = wide.key.detach().requires_grad_()
     given = wide._replace(

@@ -59,3 +59,21 @@ def test_values_that_are_not_finite_excuse_nothing():
     want = gate.truth(problem, call)
     values.spoil(problem, call)
     assert "gradient of key" in wrong(problem, call, want | {"key": want["key"] * 1.5}, want)
+
+
+def test_gradients_of_an_output_that_was_rounded_otherwise_are_right():
+    """The weights that a kernel multiplies were rounded before, so its output is not what truth rounds to."""
+    traced = TracedCall(line="bf16 b1 hq1 hkv1 sq2 skv2 d80 train", device="cpu", backend="math")
+    problem, call = remake(traced), traced.call
+    values.fill(problem, "low")
+    want = gate.truth(problem, call)
+    query, key, value = (t.detach().double() for t in problem.given[:3])
+    weights = torch.softmax(query @ key.mT / 80**0.5, -1)
+    grad = problem.grad.double()
+    # Two units in the last place that the gradient weighs all one way.
+    out = want["output"] * (1 + 2**-7 * torch.sign(want["output"] * grad))
+    scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True))
+    got = want | {"output": out, "query": scores @ key / 80**0.5, "key": scores.mT @ query / 80**0.5}
+    assert gate.wrong(got, want, call)
+    assert wrong(problem, call, got, want) == ""
+    assert wrong(problem, call, got | {"output": want["output"]}, want)

@@ -12,7 +12,7 @@ from support.kernel_names import KERNELS, backend_seen, names_of
 from torch._dynamo.utils import counters
 
 import attnroute
-from attnroute import masks
+from attnroute import masks, memory
 from attnroute.api import lengths
 
 pytestmark = pytest.mark.gpu
@@ -26,8 +26,9 @@ FLEX = re.compile(r"flex_(attention|decoding)")
 
 @pytest.fixture(autouse=True)
 def forget_graphs(monkeypatch):
-    # Graphs of open lengths take them to vary; eager calls are to do so from the third of these lengths on.
-    monkeypatch.setattr(lengths, "VARIED", lengths.VARIED_FEW)
+    # A graph takes lengths to vary from the second one on, which opens them; so are eager calls to do.
+    monkeypatch.setattr(lengths, "VARIED", 2)
+    memory.reset()
     torch.compiler.reset()
     counters.clear()
     yield
