@@ -9,6 +9,7 @@ import pytest
 from attnroute.engine.decide import judge
 from attnroute.question.call import Call
 from attnroute.question.host import Host
+from attnroute.question.nodes import KeyPaddingNode
 from attnroute.question.policy import Policy
 from attnroute.tables.load import load
 from attnroute.vocabulary import DTYPE_BYTES
@@ -226,11 +227,14 @@ def test_one_query_of_an_odd_group_runs_the_whole_kernel_with_tiles_that_fit(arc
     assert forward_options(arch, (160, 160), heads=(8, 4), seqlen=1) == {}
 
 
-@pytest.mark.parametrize(("heads", "refused"), [(128, False), (129, False), (255, False), (256, True)])
-def test_groups_that_no_tile_holds_are_powers_of_two(heads, refused):
+@pytest.mark.parametrize(
+    ("heads", "mask", "refused"),
+    [(128, True, False), (129, True, False), (255, True, False), (256, True, True), (256, False, False)],
+)
+def test_groups_that_no_tile_holds_are_powers_of_two_below_a_mask(heads, mask, refused):
     call = Call(
         dtype="bfloat16", batch=1, num_heads_q=heads, num_heads_kv=1, seqlen_q=1, seqlen_kv=512,
-        head_dim_qk=64, head_dim_v=64,
+        head_dim_qk=64, head_dim_v=64, mask=(KeyPaddingNode(lengths=(400,)),) if mask else (),
     )  # fmt: skip
     host = Host(arch="sm_90", versions={"torch": "2.13.0", "cuda": "13.0", "triton": "3.9.0"})
     assert ("expand_kv" in judge(call, host, TABLES, "flex", Policy()).repairs) is refused
