@@ -7,7 +7,9 @@ from itertools import product
 import pytest
 from support.row_calls import (
     DETERMINISTIC,
+    FINITE,
     NAMED_ARCHS,
+    THD,
     TRAINING,
     archs_with,
     causal,
@@ -55,14 +57,14 @@ def test_where_shared_rows_hold():
 
 
 def trains(arch, qk, v, cudnn_release):
-    """The frontend's own check of a backward's head dims, with its engine for wide heads of sm_100."""
+    """The frontend's check of a backward's head dims, and that of its engine for wide heads of sm_100."""
     if arch == "sm_90":
         return max(qk, v) <= 256
     fits = max(qk, v) <= 128
     if arch not in ("sm_100", "sm_103") or cudnn_release < (9, 11):
         return fits
     square = (qk, v) == (256, 256) and cudnn_release >= (9, 23)
-    return fits or (qk, v) == (192, 128) or square or min(qk, v) > 256
+    return fits or (qk, v) == (192, 128) or square or qk == v > 256
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,28 @@ def test_wide_heads_train_with_a_backward_from_elsewhere(size):
     assert (own.status, own.repairs) == ("eligible", ())
     without = {name: version for name, version in HOST.items() if name != "nvidia-cutlass-dsl"}
     assert verdict("cudnn_fe", without, "sm_100", TRAINING | dims(size)).repairs == ("backward_from_chunked",)
+
+
+OPEN_FROM_THE_END = lengths(512, 1024) | window(64, None, "bottom_right")
+
+
+@pytest.mark.parametrize("arch", ["sm_100", "sm_103"])
+def test_what_the_engine_for_wide_heads_trains(arch):
+    own, borrowed = ("eligible", ()), ("eligible", ("backward_from_chunked",))
+    packed = [THD, THD | GQA | causal()]
+    for fields in (*packed, OPEN_FROM_THE_END, {"deterministic": True}, lengths(1, 64)):
+        for size in (dims(264), dims(512)):
+            found = verdict("cudnn_fe", HOST, arch, TRAINING | size | fields)
+            assert (found.status, found.repairs) == borrowed, fields
+    for fields in ({}, GQA | causal(), lengths(512, 1024) | window(64, 32, "bottom_right")):
+        found = verdict("cudnn_fe", HOST, arch, TRAINING | dims(512) | fields)
+        assert (found.status, found.repairs) == own, fields
+    unequal = verdict("cudnn_fe", HOST, arch, TRAINING | dims(512, 264))
+    assert (unequal.status, unequal.repairs) == borrowed
+    # Padded rows become ragged first.
+    padded = verdict("cudnn_fe", HOST, arch, TRAINING | dims(512) | FINITE)
+    assert (padded.status, padded.repairs) == ("eligible", ("to_varlen", "backward_from_chunked"))
+    assert verdict("cudnn_fe", HOST, arch, TRAINING | dims(256) | THD).repairs == ()
 
 
 def test_narrow_heads_never_borrow_a_backward():
