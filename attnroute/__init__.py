@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnroute.errors import (
         ArgumentError,
         AttnRouteError,
+        ConsensusError,
         KernelRefusedError,
         NoBackendError,
         NotCompiledError,
@@ -43,6 +44,7 @@ _HOMES = {
     "ArgumentError": "attnroute.errors",
     "AttnRouteError": "attnroute.errors",
     "Call": "attnroute.question.call",
+    "ConsensusError": "attnroute.errors",
     "Decision": "attnroute.engine.decision",
     "Finding": "attnroute.engine.finding",
     "Host": "attnroute.question.host",
@@ -72,6 +74,7 @@ __all__ = [
     "ArgumentError",
     "AttnRouteError",
     "Call",
+    "ConsensusError",
     "Decision",
     "Finding",
     "Host",

@@ -88,6 +88,10 @@ class NotCompiledError(KernelRefusedError):
     """The selected backend must be compiled and cannot be: run uncompiled, it would allocate all scores."""
 
 
+class ConsensusError(AttnRouteError, RuntimeError):
+    """Processes of a mesh would run a call differently: the message names the rank and the difference."""
+
+
 class OutputError(AttnRouteError):
     """What a command found out could not be written: a full disk, for one."""
 

@@ -45,6 +45,7 @@ VARIABLES: dict[str, str] = {
     "ATTNROUTE_TUNING": "off, or the file of `attnroute tune` to read in place of the user's own",
     "ATTNROUTE_EXPLAIN": "off, once, changes or all: print decisions to stderr",
     "ATTNROUTE_RECOGNIZE": "0: do not look into dense masks",
+    "ATTNROUTE_CONSENSUS": "1: processes compare what they run, at the first call of a kind on DTensors",
 }
 
 
@@ -72,11 +73,19 @@ def explain_mode() -> ExplainMode:
     return _one_of("ATTNROUTE_EXPLAIN", value, _EXPLAIN_MODES)  # type: ignore[return-value]
 
 
+@cached(1, INSTALLED)
+def seeks_consensus() -> bool:
+    """Return whether ATTNROUTE_CONSENSUS asks processes to compare what they run, read at the first call."""
+    name = "ATTNROUTE_CONSENSUS"
+    return bool(_flag("consensus")(name, os.environ.get(name, "").strip(), ())["consensus"])
+
+
 def reload() -> None:
     """Read the environment again at the next call."""
     environment.cache_clear()
     _merged.cache_clear()
     explain_mode.cache_clear()
+    seeks_consensus.cache_clear()
 
 
 def from_environment(environ: Mapping[str, str]) -> Policy:
@@ -336,6 +345,11 @@ def _read_explain(name: str, text: str, _known: tuple[str, ...]) -> dict[str, ob
     return {}
 
 
+def _read_consensus(name: str, text: str, known: tuple[str, ...]) -> dict[str, object]:
+    _flag("consensus")(name, text, known)
+    return {}
+
+
 def _warn_unknown(name: str) -> None:
     hint = did_you_mean(name, VARIABLES, PREFIX) or f"; the known ones are {', '.join(VARIABLES)}."
     message = f"{shortened(name)} is no variable of attnroute and has no effect{hint}"
@@ -352,4 +366,5 @@ _READERS: dict[str, _Reader] = {
     "ATTNROUTE_TUNING": _read_tuning,
     "ATTNROUTE_EXPLAIN": _read_explain,
     "ATTNROUTE_RECOGNIZE": _flag("recognize"),
+    "ATTNROUTE_CONSENSUS": _read_consensus,
 }

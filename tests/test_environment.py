@@ -94,6 +94,7 @@ def test_tables_of_ones_own(tmp_path):
         ("EXPECTED_CALLS", "1e6", "got '1e6'; pass one of these."),
         ("EXPECTED_CALLS", "9" * 5000, "ATTNROUTE_EXPECTED_CALLS requires a whole number of calls"),
         ("RECOGNIZE", "never", "ATTNROUTE_RECOGNIZE requires 1 or 0"),
+        ("CONSENSUS", "maybe", "ATTNROUTE_CONSENSUS requires 1 or 0"),
         (
             "TABLES",
             "/no/such/folder",
@@ -139,7 +140,7 @@ def test_an_unknown_variable_warns_with_the_nearest(name, said):
 
 def test_a_name_that_is_near_to_none_is_told_all_of_them():
     with pytest.warns(
-        OverrideWarning, match="has no effect; the known ones are ATTNROUTE_BACKEND, .*RECOGNIZE.$"
+        OverrideWarning, match="has no effect; the known ones are ATTNROUTE_BACKEND, .*CONSENSUS.$"
     ):
         from_environment({"ATTNROUTE_0123456789012345678901234567890": "1"})
 

@@ -81,7 +81,8 @@ def attention(
     Args:
         query: (batch, num_heads_q, seqlen_q, head_dim_qk) in layout bhsd, (total_q, num_heads_q,
             head_dim_qk) in layout thd; any float dtype; CPU or CUDA, or "meta", where the result has the
-            shape, dtype and strides that the CPU would give. A head_dim of 0 gives what stock gives.
+            shape, dtype and strides that the CPU would give. A head_dim of 0 gives what stock gives. With
+            `key` and `value` a DTensor sharded along batch or heads, or replicated: the result is one too.
         key: (batch, num_heads_kv, seqlen_kv, head_dim_qk), in layout thd (total_kv, num_heads_kv,
             head_dim_qk); num_heads_kv divides num_heads_q (GQA, MQA).
         value: (batch, num_heads_kv, seqlen_kv, head_dim_v), in layout thd (total_kv, num_heads_kv,
@@ -225,7 +226,7 @@ def explain(
         raise TypeError(msg)
     mask = with_names_of_torch(query, key, arguments.get("layout"), mask, attn_mask, enable_gqa)
     given = Given(query, key, value, mask, backend=backend, prefer=prefer, **arguments)
-    problem, policy = take(given), call_policy(backend, prefer)
+    problem, policy = take(dispatch.on_this_process(given)), call_policy(backend, prefer)
     if arch is not None:
         return routes.decision_on(arch, problem, policy)
     return routes.decision_of(problem, policy, advise=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attnroute.api import checkpoint, lengths, repeats, routes
 from attnroute.api.intake import take
@@ -15,6 +16,38 @@ from attnroute.settings import call_policy
 
 if TYPE_CHECKING:
     from attnroute.api.records import Given, Output
+    from attnroute.engine.decision import Decision
+
+
+def holds_dtensors(given: Given) -> bool:
+    """Return whether query, key or value is a DTensor, by its name: torch.distributed may not be there."""
+    return any(type(tensor).__name__ == "DTensor" for tensor in given[:3])
+
+
+def on_this_process(given: Given) -> Given:
+    """Return the call that `run` makes on plain tensors: with DTensors that of this process, else the same.
+
+    Raises:
+        ArgumentError: A DTensor lies in a way that needs communication, or this process computes nothing.
+    """
+    if not holds_dtensors(given):
+        return given
+    from attnroute.distributed import dtensors
+
+    return dtensors.local_call(given)
+
+
+def is_local(given: Given) -> bool:
+    """Return whether no process needs what another one has."""
+    if not holds_dtensors(given):
+        return True
+    from attnroute.distributed import dtensors
+
+    return dtensors.is_local(given)
+
+
+def _decision_of(given: Given) -> Decision:
+    return routes.decision_of(take(given), call_policy(given.backend, given.prefer))
 
 
 def run(given: Given) -> Output:
@@ -27,6 +60,11 @@ def run(given: Given) -> Output:
         # Nothing is recorded there, whatever `torch.enable_grad` says, but autograd functions would try to.
         with torch.no_grad():
             return run(given)
+    # Asked here, as a call that goes the short way has plain tensors.
+    if not type(given.query) is type(given.key) is type(given.value) is Tensor and holds_dtensors(given):
+        from attnroute.distributed import dtensors
+
+        return dtensors.run(given, lambda local: repeats.run(local) or run(local), _decision_of)
     problem = take(given)
     policy = call_policy(given.backend, given.prefer)
     if problem.traced:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from attnroute.api import dispatch
 from attnroute.api.attention import attention
 from attnroute.api.intake import DEVICES
 from attnroute.api.records import Given
@@ -89,7 +90,7 @@ def given_of(
     )
     if not known:
         return None
-    return Given(
+    given = Given(
         _batched(query),
         _batched(key),
         _batched(value),
@@ -100,6 +101,7 @@ def given_of(
         scale=scale,
         softcap=0.0,
     )
+    return given if dispatch.is_local(given) else None
 
 
 def _may_be_routed() -> bool:

@@ -49,12 +49,17 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Another subclass of Tensor says itself what a function means for it.
-        if func in _ROUTED and PLAIN.issuperset(types) and scopes.routes_sdpa:
+        if func in _ROUTED and scopes.routes_sdpa and (PLAIN.issuperset(types) or _are_dtensors(types)):
             func = _ROUTED[func]
         elif func is UNFLATTEN:
             # dynamo cannot trace torch's function, which calls super(); it knows the method by its name.
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _are_dtensors(types: Any) -> bool:
+    """Return whether `attention()` knows all of these subclasses of Tensor."""
+    return all(kind in PLAIN or kind.__name__ == "DTensor" for kind in types)
 
 
 _MODE: Final = _Mode()
@@ -128,7 +133,7 @@ def route_sdpa() -> RouteSdpa:
     ``with route_sdpa():`` applies until the block ends, ``@route_sdpa()`` in each call of a function or
     coroutine function, in this thread or task. Every argument means what it means for torch's function:
     top-left causal, float masks added, heads shared with `enable_gqa` alone. Calls that `attention()` does
-    not know, on other devices or with subclasses of Tensor, are torch's own as before.
+    not know, on other devices or with subclasses of Tensor but DTensor, are torch's own as before.
 
     Returns:
         The block. One that is dropped unused warns.
