@@ -60,7 +60,7 @@ def run(given: Given) -> Output:
         # Nothing is recorded there, whatever `torch.enable_grad` says, but autograd functions would try to.
         with torch.no_grad():
             return run(given)
-    # Asked here, as a call that goes the short way has plain tensors.
+    # Asked here, since a call that goes the short way has plain tensors.
     if not type(given.query) is type(given.key) is type(given.value) is Tensor and holds_dtensors(given):
         from attnroute.distributed import dtensors
 

@@ -35,6 +35,10 @@ def check(problem: Problem) -> None:
     """
     _check_tensors(problem)
     given, extent = problem.given, problem.extent
+    for name in ("mask", "bias", "sink", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_kv"):
+        if type(getattr(given, name)).__name__ == "DTensor":
+            required = "a plain tensor beside plain query, key and value"
+            raise argument_error(name, required, "DTensor", f"pass {name}.to_local()")
     _check_numbers(problem)
     _check_causal(problem, extent)
     _check_mask(problem, extent)

@@ -9,21 +9,27 @@ from __future__ import annotations
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from attnroute.biases import Bias
+from attnroute.distributed.call_tensors import changed
 from attnroute.errors import ConsensusError
+from attnroute.masks.tracing import is_traced, size_hint
 from attnroute.memory import Memory
 from attnroute.question.line import render
 from attnroute.settings import VARIABLES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from attnroute.api.records import Given
     from attnroute.engine.decision import Decision
 
 _KEPT: Final = 4096
@@ -55,24 +61,29 @@ class Ballot(NamedTuple):
     local: str
 
 
-def is_new(mesh: DeviceMesh, call: str) -> bool:
-    """Return whether the processes of a mesh have not agreed about such calls yet."""
-    return _AGREED.get((mesh, call)) is None
-
-
-def reach(mesh: DeviceMesh, call: str, decision: Decision, *, takes_part: bool, traced: bool) -> None:
-    """Compare what the processes of a mesh would run.
+def seek(given: Given, local: Given, decide: Callable[[Given], Decision], *, takes_part: bool) -> None:
+    """Compare what the processes of a mesh would run, at the first call of a kind.
 
     Args:
-        mesh: The mesh.
-        call: The call on DTensors, as text.
-        decision: What was decided for the part of this process.
-        takes_part: Part of the call is left for this process; else the decision is about somebody else's.
-        traced: A tracer is active, in whose thread no tensor can be sent.
+        given: The call on DTensors.
+        local: The part of this process, on plain tensors.
+        decide: Decides about such a part.
+        takes_part: Something is left for this process.
 
     Raises:
         ConsensusError: Two processes differ; all of them raise it.
     """
+    mesh = cast("DTensor", given.query).device_mesh
+    # A tracer sends no tensors, and the same call compiled may be decided otherwise.
+    traced = is_traced(local.query)
+    call = ("compiled " if traced else "") + _text(given)
+    if mesh.get_coordinate() is None or _AGREED.get((mesh, call)):
+        return
+    if not takes_part:
+        # Where nothing is left to decide about, the machine is compared all the same.
+        query, key, value = (t.new_empty([max(n, 1) for n in t.shape]) for t in local[:3])
+        local = type(given)(query, key, value)
+    decision = decide(local)
     host = decision.host
     own = Ballot(
         dist.get_rank(),
@@ -88,6 +99,25 @@ def reach(mesh: DeviceMesh, call: str, decision: Decision, *, takes_part: bool, 
     if difference is not None:
         raise ConsensusError(difference)
     _AGREED.put((mesh, call), True)
+
+
+def _text(given: Given) -> str:
+    """Return a call on DTensors as text, which is the same on each process that makes it."""
+    words = []
+
+    def tell(name: str, value: Any, _: tuple[str, ...]) -> Any:
+        if isinstance(value, Tensor):
+            placed = list(value.placements) if isinstance(value, DTensor) else "plain"
+            trains = ", trained" if value.requires_grad and torch.is_grad_enabled() else ""
+            words.append(f"{name} {value.dtype} {tuple(map(size_hint, value.shape))} {placed}{trains}")
+        return value
+
+    changed(given, tell)
+    defaults = given._field_defaults
+    for name, value in zip(given._fields, given, strict=True):
+        if not isinstance(value, Tensor | Bias) and name in defaults and value != defaults[name]:
+            words.append(f"{name}={value}")
+    return ", ".join(words)
 
 
 def difference_of(ballots: Sequence[Ballot]) -> str | None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from attnroute.biases import Bias
 from attnroute.distributed import consensus, sharding
 from attnroute.distributed.call_tensors import (
     INPUTS,
@@ -30,7 +29,7 @@ from attnroute.errors import ArgumentError, argument_error
 from attnroute.masks.kept import remember
 from attnroute.masks.objects.bands import Causal, Window
 from attnroute.masks.objects.base import Mask
-from attnroute.masks.tracing import is_open, is_traced, size_hint
+from attnroute.masks.tracing import is_open, is_traced
 from attnroute.memory import Memory
 from attnroute.settings import seeks_consensus
 
@@ -64,7 +63,6 @@ class _Layout:
     """What this process computes, with the placements of torch.
 
     Attributes:
-        mesh: The mesh.
         parts: Of each tensor, in the order in which `changed` comes to them.
         axes: For each dimension of the mesh: along what it splits the call.
         is_empty: Nothing is left for this process.
@@ -72,7 +70,6 @@ class _Layout:
         is_repeated: Several processes compute the same part.
     """
 
-    mesh: DeviceMesh
     parts: tuple[_Part, ...]
     axes: tuple[str | None, ...]
     is_empty: bool
@@ -108,14 +105,15 @@ def run(given: Given, attend: Callable[[Given], Output], decide: Callable[[Given
         raise argument_error("dropout_p", required, given.dropout_p, "shard batch or heads on each dimension")
     local = _local(given, layout)
     if seeks_consensus():
-        _seek_consensus(given, local, layout, decide)
+        consensus.seek(given, local, decide, takes_part=not layout.is_empty)
     out, lse = _nothing(local) if layout.is_empty else attend(local)
     axes = LAYOUTS[given.layout]
     sizes = dict(zip(axes, given.query.shape, strict=True)) | {HEAD_DIM: given.value.shape[-1]}
-    whole = _whole(out, layout, axes, sizes)
+    mesh = cast("DTensor", given.query).device_mesh
+    whole = _whole(out, mesh, layout, axes, sizes)
     if not given.return_lse or lse is None:
         return whole, None
-    return whole, _whole(lse, layout, _LSE_THD if given.layout == "thd" else _LSE, sizes)
+    return whole, _whole(lse, mesh, layout, _LSE_THD if given.layout == "thd" else _LSE, sizes)
 
 
 def local_call(given: Given) -> Given:
@@ -165,7 +163,8 @@ def _layout_of(given: Given) -> _Layout:
         return value
 
     changed(given, note)
-    layout = _KNOWN.keep((mesh, tuple(tensors)), lambda: _made(mesh, tensors, splits))
+    key = mesh, _coordinate(mesh), tuple(tensors)
+    layout = _KNOWN.keep(key, lambda: _made(mesh, tensors, splits))
     if place is not None:
         _KNOWN.put(place, layout)
     return layout
@@ -185,20 +184,22 @@ def _place(given: Given) -> Any:
         if not isinstance(tensor, DTensor) or is_open(tensor.shape):
             return None
         place += tensor.device_mesh, tensor.placements, tensor.shape
-    return tuple(place)
+    return (*place, _coordinate(place[1]))
+
+
+def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    found = mesh.get_coordinate()
+    return None if found is None else tuple(found)
 
 
 def _made(mesh: DeviceMesh, tensors: list[Placed], splits: tuple[str | None, ...]) -> _Layout:
     sizes = tuple(mesh.size(at) for at in range(mesh.ndim))
-    coordinate = mesh.get_coordinate()
+    coordinate = _coordinate(mesh)
     # A process outside of the mesh has empty tensors.
-    share = sharding.share_of(
-        tensors, splits, sizes, (0,) * mesh.ndim if coordinate is None else (*coordinate,)
-    )
+    share = sharding.share_of(tensors, splits, sizes, coordinate or (0,) * mesh.ndim)
     cuts = ((),) * len(tensors) if coordinate is None else share.cuts
     parts = [_Part(t.name, cut, _grads(t, splits)) for t, cut in zip(tensors, cuts, strict=True)]
     return _Layout(
-        mesh,
         tuple(parts),
         splits,
         coordinate is None or share.is_empty,
@@ -309,10 +310,11 @@ def _part_of(name: str, tensor: Tensor, part: _Part, layout: _Layout) -> Tensor:
     if type(local).__name__ == "AsyncCollectiveTensor":
         # Any operator but a view waits for the communication and returns a plain tensor.
         local = local.unsqueeze(0).squeeze(0)
-    if local.dtype == torch.bool and part.cuts and not is_traced(local):
-        whole = local
-        return remember(whole, part, lambda: _cut(name, whole, part.cuts).clone())
-    return _cut(name, local, part.cuts)
+    cut = _cut(name, local, part.cuts)
+    if cut is local or cut.dtype != torch.bool or is_traced(cut):
+        return cut
+    # A mask is inspected once, and what is kept with a tensor may be no view of it.
+    return remember(local, part, cut.clone)
 
 
 def _cut(name: str, local: Tensor, cuts: tuple[Cut, ...]) -> Tensor:
@@ -349,39 +351,9 @@ def _nothing(local: Given) -> Output:
     return out, out.new_empty(shape, dtype=torch.float32)
 
 
-def _seek_consensus(given: Given, local: Given, layout: _Layout, decide: Callable[[Given], Decision]) -> None:
-    """Compare what the processes would run, at the first call of a kind.
-
-    Raises:
-        ConsensusError: They differ.
-    """
-    traced = is_traced(local.query)
-    words = ["compiled"] if traced else []
-
-    def tell(name: str, value: Any, _: tuple[str, ...]) -> Any:
-        if isinstance(value, Tensor):
-            placed = list(value.placements) if isinstance(value, DTensor) else "plain"
-            trains = ", trained" if value.requires_grad and torch.is_grad_enabled() else ""
-            words.append(f"{name} {value.dtype} {tuple(map(size_hint, value.shape))} {placed}{trains}")
-        return value
-
-    changed(given, tell)
-    defaults = given._field_defaults
-    for name, value in zip(given._fields, given, strict=True):
-        if not isinstance(value, Tensor | Bias) and name in defaults and value != defaults[name]:
-            words.append(f"{name}={value}")
-    call = ", ".join(words)
-    if layout.mesh.get_coordinate() is None or not consensus.is_new(layout.mesh, call):
-        return
-    asked = local
-    if layout.is_empty:
-        # Where nothing is left to decide about, the machine is compared all the same.
-        query, key, value = (t.new_empty([max(n, 1) for n in t.shape]) for t in local[:3])
-        asked = type(given)(query, key, value)
-    consensus.reach(layout.mesh, call, decide(asked), takes_part=not layout.is_empty, traced=traced)
-
-
-def _whole(local: Tensor, layout: _Layout, axes: tuple[str, ...], sizes: dict[str, int]) -> Tensor:
+def _whole(
+    local: Tensor, mesh: DeviceMesh, layout: _Layout, axes: tuple[str, ...], sizes: dict[str, int]
+) -> Tensor:
     """Return the DTensor of a result; its dimensions lie in memory in the order of the local ones."""
     shape = tuple(sizes[axis] for axis in axes)
     strides, step = [0] * len(shape), 1
@@ -392,7 +364,7 @@ def _whole(local: Tensor, layout: _Layout, axes: tuple[str, ...], sizes: dict[st
         strides[dim], step = step, step * shape[dim]
     return DTensor.from_local(
         local,
-        layout.mesh,
+        mesh,
         layout.placements(axes),
         run_check=False,
         shape=torch.Size(shape),

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import attnroute
 from attnroute import settings
+from attnroute.distributed import consensus
 from attnroute.distributed.consensus import Ballot, difference_of
 from attnroute.errors import ConsensusError
 
@@ -57,6 +58,12 @@ def test_parts_may_differ_and_may_be_empty(changes):
     assert difference_of([SAME, SAME._replace(rank=1, **changes)]) is None
 
 
+def begin_anew():
+    """Read the variables again, and forget about what processes agreed."""
+    settings.reload()
+    consensus._AGREED.forget()
+
+
 def call(heads=4, **options):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     query = distribute_tensor(torch.randn(2, heads, 8, 16), mesh, [Shard(1)])
@@ -71,7 +78,7 @@ def said_about(what):
     if what == "environment" and last:
         variables["ATTNROUTE_BACKENDS"] = "-flash"
     os.environ.update(variables)
-    attnroute.reset()
+    begin_anew()
     try:
         steered = attnroute.override(backend="chunked") if what == "backend" and last else nullcontext()
         with steered:
@@ -82,7 +89,7 @@ def said_about(what):
     finally:
         for name in variables:
             del os.environ[name]
-        attnroute.reset()
+        begin_anew()
         assert not settings.seeks_consensus()
 
 
@@ -107,7 +114,7 @@ def test_uneven_parts_and_processes_without_one_agree(four_ranks):
 def count_gathers():
     """Return how many objects were gathered in a first call, a second one, and one that is compiled."""
     os.environ["ATTNROUTE_CONSENSUS"] = "1"
-    attnroute.reset()
+    begin_anew()
     counts, gather = [0], dist.all_gather_object
 
     def counted(*args, **kwargs):
@@ -125,7 +132,7 @@ def count_gathers():
     finally:
         dist.all_gather_object = gather
         del os.environ["ATTNROUTE_CONSENSUS"]
-        attnroute.reset()
+        begin_anew()
     return counts[:-1]
 
 

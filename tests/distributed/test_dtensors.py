@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from support.reference import TOLERANCE, attend, error
+from support.spy import Spy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import attnroute
@@ -179,6 +180,18 @@ def placements(letters):
     return tuple(PLACEMENTS[letter] for letter in letters)
 
 
+def check_kernels(given, want):
+    """Fail unless the backend that `explain()` names ran on this process, and one that is required."""
+    is_empty = 0 in given["query"].to_local().shape
+    for options in ({}, {"backend": "chunked"}):
+        with Spy() as spy:
+            out = attnroute.attention(**given, **options)
+            chosen = None if is_empty else attnroute.explain(**given, **options).selected
+        assert spy.backends == (set() if is_empty else {chosen})
+        assert chosen in (None, options.get("backend", chosen))
+        assert error(out.full_tensor(), want) < TOLERANCE[torch.float32]
+
+
 def check(name, compiled=False):
     case = {**TWO, **FOUR}[name]
     mesh = init_device_mesh("cpu", case.mesh)
@@ -187,6 +200,8 @@ def check(name, compiled=False):
     run = attnroute.attention
     if compiled:
         run = torch.compile(attnroute.attention, fullgraph=True, backend="aot_eager")
+    else:
+        check_kernels(given, want)
     out = run(**given)
     assert out.placements == placements(case.out)
     assert error(out.full_tensor(), want) < TOLERANCE[torch.float32]
@@ -214,3 +229,13 @@ def test_two_ranks_compute_what_one_does(two_ranks, name):
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_compute_what_one_does(four_ranks, name):
     four_ranks.run(check, name)
+
+
+@pytest.mark.parametrize("name", ["replicated keys and values", "padding of split rows", "replicated sink"])
+def test_two_ranks_compiled(two_ranks, name):
+    two_ranks.run(check, name, True)
+
+
+@pytest.mark.parametrize("name", ["two dimensions", "one rank without heads"])
+def test_four_ranks_compiled(four_ranks, name):
+    four_ranks.run(check, name, True)
