@@ -9,18 +9,24 @@ says why). A gradient that fits is passed on as it is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from math import gcd
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from attnroute.executors.batched_gradients import is_batched
-from attnroute.masks.tracing import address, guard_bool, size_hint
+from attnroute.masks.tracing import address, guard_bool, is_traced, size_hint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attnroute.executors.protocol import Plan
+
+_WORD: Final = torch.complex128
+"""The widest type that torch copies: in another order it moves words, and several elements in each."""
+_SMALL: Final = 2**19
+"""Elements that are moved one by one before the host has launched the next kernel."""
 
 
 def watch(out: Tensor, plan: Plan, *, as_output: bool = False) -> None:
@@ -84,9 +90,22 @@ def _fitted(grad: Tensor, strides: Sequence[int], *, as_output: bool) -> Tensor:
 
 
 def _copied(grad: Tensor, strides: Sequence[int]) -> Tensor:
-    outermost = sorted(range(grad.dim()), key=lambda dim: -size_hint(strides[dim]))
-    whole = grad.permute(outermost).clone(memory_format=torch.contiguous_format)
-    return whole.permute([outermost.index(dim) for dim in range(grad.dim())])
+    if is_traced(grad) or is_batched(grad):
+        outermost = sorted(range(grad.dim()), key=lambda dim: -size_hint(strides[dim]))
+        whole = grad.permute(outermost).clone(memory_format=torch.contiguous_format)
+        return whole.permute([outermost.index(dim) for dim in range(grad.dim())])
+    whole = grad.new_empty_strided(grad.shape, strides)
+    if grad.numel() > _SMALL and _has_words(grad) and _has_words(whole):
+        whole.view(_WORD).copy_(grad.view(_WORD))
+        return whole
+    return whole.copy_(grad)
+
+
+def _has_words(tensor: Tensor) -> bool:
+    """Return whether every row is whole words, of which nothing asks for a gradient."""
+    words, (*strides, last) = _WORD.itemsize // tensor.element_size(), tensor.stride()
+    places = (tensor.shape[-1], tensor.storage_offset(), *strides)
+    return last == 1 and gcd(words, *places) == words and not tensor.requires_grad
 
 
 def is_packed(tensor: Tensor) -> bool:

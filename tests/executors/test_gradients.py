@@ -8,13 +8,14 @@ import warnings
 import pytest
 import torch
 from support import backwards
-from support.cuda_operators import CudaOperators
+from support.cuda_operators import CudaOperators, Launches
 from support.reference import attend
 from support.repair_inputs import executor_of, inputs_of, lowered, stored
 from support.sink_cases import CASES, DENSE, EMPTY_ROWS, PADDING, plan
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnroute import masks
+from attnroute.executors import strides
 from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.strides import fitted, is_packed
 
@@ -115,6 +116,28 @@ def test_a_gradient_that_fits_is_passed_on_and_another_is_copied(lies, form, as_
     assert (got is grad) == (fits and form != "starts between")
     if got is not grad or as_output:
         assert got.stride() == out.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("lies", ["contiguous", "tokens outermost", "sequence outermost"])
+def test_a_large_gradient_is_moved_in_words_where_its_rows_are_whole_words(lies, form, dtype, monkeypatch):
+    monkeypatch.setattr(strides, "_SMALL", 0)
+    out = FORMS[lies](torch.randn(2, 3, 5, 8, dtype=dtype))
+    grad = FORMS[form](torch.randn_like(out))
+    with Launches() as launches:
+        got = fitted(grad, out, as_output=True)
+    assert torch.equal(got, grad)
+    assert got.stride() == out.stride()
+    assert launches.seen == ([] if got is grad else ["new_empty_strided", "copy_"])
+
+
+def test_a_copy_of_a_gradient_can_be_differentiated(monkeypatch):
+    monkeypatch.setattr(strides, "_SMALL", 0)
+    out = stored(torch.randn(2, 3, 5, 8), "bshd")
+    grad = torch.randn(2, 3, 5, 8, requires_grad=True)
+    fitted(grad, out, as_output=True).square().sum().backward()
+    torch.testing.assert_close(grad.grad, 2 * grad)
 
 
 @pytest.mark.parametrize("samples", [1, 3])
