@@ -56,10 +56,10 @@ def attention(
     causal_alignment: str | None = None,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float = 0,
     sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     layout: str = "bhsd",
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
@@ -148,6 +148,8 @@ def attention(
     Warns:
         RerouteWarning: A kernel was refused before its launch; another backend runs such calls from now on.
     """
+    # No default is a float: dynamo makes those inputs of a graph with dynamic sizes, and fails where several
+    # checkpoints of the graph read them.
     if attn_mask is not None or enable_gqa is not None:
         mask = with_names_of_torch(query, key, layout, mask, attn_mask, enable_gqa)
     arguments = (

@@ -62,7 +62,6 @@ def scaled_dot_product_attention(
         is_causal=is_causal,
         causal_alignment=given.causal_alignment,
         scale=scale,
-        softcap=0.0,
     )
     if query.dim() == _BATCHED:
         return out

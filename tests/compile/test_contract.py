@@ -220,6 +220,29 @@ class TestSurroundings:
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
 
+    @pytest.mark.parametrize("dynamic", [None, True])
+    def test_several_checkpoints(self, dynamic):
+        """dynamo reads the defaults of a function anew in each of them."""
+
+        def call(q, k, v):
+            return attnroute.attention(q, k, v, is_causal=True)
+
+        def kept(q, k, v):
+            for _ in range(2):
+                q = torch.utils.checkpoint.checkpoint(call, q, k, v, use_reentrant=False)
+            return attnroute.attention(q, k, v)
+
+        def plain(q, k, v):
+            return attnroute.attention(call(call(q, k, v), k, v), k, v)
+
+        run = compiled(kept, dynamic=dynamic)
+        for length in (80, 76, 90):
+            tensors = problem(length, train=True)
+            got = torch.autograd.grad(run(*tensors).square().sum(), tensors)
+            want = torch.autograd.grad(plain(*tensors).square().sum(), tensors)
+            torch.testing.assert_close(got, want)
+        assert counters["stats"]["unique_graphs"] <= 2
+
     def test_vmap(self):
         tensors = [t[None].expand(3, *t.shape).clone() for t in problem(40)]
 
