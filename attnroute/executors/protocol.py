@@ -120,12 +120,15 @@ class Pair:
         forward: Runs the kernel, recording no gradient.
         backward: Returns the gradients for `out` and `lse` of a `ForwardResult`, which
             need not be those that this forward gave; here lse is +inf in rows with no key.
-        bind: As `Executor.bind`, for calls whose output and log-sum-exp are needed, and no gradient.
+        bind: As `Executor.bind`, for calls whose output and log-sum-exp are needed.
+        rereads: Where such a call trains, autograd's backward reads both where they lie, so that what is
+            written there counts.
     """
 
     forward: Callable[[Inputs, Plan], ForwardResult]
     backward: Callable[[Inputs, Plan, ForwardResult, Tensor, Wanted], Grads]
     bind: BindForward | None = None
+    rereads: bool = False
 
 
 @dataclass(frozen=True, slots=True)

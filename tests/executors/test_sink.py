@@ -258,7 +258,7 @@ def test_deterministic_gradients_are_the_same_every_time():
 def test_a_second_derivative_is_refused():
     leaves = tensors()
     (grad,) = torch.autograd.grad(attention(*leaves).square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|is not implemented"):
         grad.sum().backward()
 
 

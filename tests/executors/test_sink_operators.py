@@ -14,6 +14,8 @@ from support.sink_cases import CASES, DENSE, EMPTY_ROWS, plan
 
 from attnroute import masks
 from attnroute.executors.prepare.apply import bind, run_repaired
+from attnroute.executors.prepare.sink import may_be_empty
+from attnroute.masks.lowered.form import LoweredMask
 
 
 @pytest.fixture(autouse=True)
@@ -136,15 +138,111 @@ def test_no_key_and_no_sink_is_nothing(backend):
     assert (grad == 0).tolist() == [True, False, True, False]
 
 
+def bound(backend, *, train, mask=None, seqlen_kv=32):
+    inputs = inputs_of(heads_kv=4, seqlen_q=32, seqlen_kv=seqlen_kv)
+    inputs.sink = torch.randn(4)
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.sink)
+    for tensor in tensors:
+        tensor.requires_grad_(train)
+    if mask is not None:
+        inputs.mask = lowered(mask, inputs)
+    run = bind(
+        executor_of(backend),
+        inputs,
+        plan(backend, ("sink_from_lse",), training=train, return_lse=False),
+        None,
+    )
+    return tensors, lambda: run(*tensors[:3], None, tensors[3])
+
+
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
 def test_a_sink_takes_three_operators_beside_the_kernel(backend):
     """A call that is not large waits for the host, which each of them keeps for some microseconds."""
-    inputs = inputs_of(heads_kv=4, seqlen_q=32, seqlen_kv=32)
-    inputs.sink = torch.randn(4)
-    how = plan(backend, ("sink_from_lse",), training=False, return_lse=False)
-    run = bind(executor_of(backend), inputs, how, None)
+    _, run = bound(backend, train=False)
     with CudaOperators(), Launches() as launches:
-        run(inputs.query, inputs.key, inputs.value, None, inputs.sink)
+        run()
     kernel, *rest = launches.seen
     assert backend in kernel
     assert rest == ["sub_", "sigmoid_", "mul_"]
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
+def test_a_trained_sink_takes_four_operators_before_and_four_behind(backend):
+    """The kernel's own backward reads output and log-sum-exp with the sink in them."""
+    tensors, run = bound(backend, train=True)
+    with CudaOperators(), Launches() as launches:
+        out = run()
+        assert launches.seen[1:] == ["sub", "sigmoid", "mul_", "logaddexp"]
+        grad = torch.randn_like(out)
+        launches.seen.clear()
+        torch.autograd.grad(out, tensors, grad)
+    *rest, kernel = launches.seen
+    assert backend in kernel
+    assert rest == ["softplus_backward", "mul_", "sum", "neg_"]
+
+
+@pytest.mark.parametrize("trained", range(4))
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
+def test_one_alone_trains_on_the_short_way(backend, trained):
+    tensors, run = bound(backend, train=True)
+    want, _ = attend(*tensors[:3], sink=tensors[3])
+    (expected,) = torch.autograd.grad(want.square().sum(), tensors[trained])
+    for at, tensor in enumerate(tensors):
+        tensor.requires_grad_(at == trained)
+    with CudaOperators():
+        (got,) = torch.autograd.grad(run().square().sum(), tensors[trained])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
+def test_a_write_into_the_output_before_the_backward_is_seen(backend):
+    tensors, run = bound(backend, train=True)
+    with CudaOperators():
+        out = run()
+        out.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        out = run()
+        with torch.no_grad():
+            tensors[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("logit", [-200.0, -30.0, 30.0, 200.0, -math.inf])
+@pytest.mark.parametrize(
+    ("mask", "seqlen_kv"),
+    [(None, 32), (masks.Window(3, 0), 32), (masks.Window(1, 0, "bottom_right"), 8)],
+    ids=["no mask", "a key for each query", "queries without a key"],
+)
+def test_any_sink_trains_on_the_short_way(mask, seqlen_kv, logit):
+    tensors, run = bound("flash", train=True, mask=mask, seqlen_kv=seqlen_kv)
+    with torch.no_grad():
+        tensors[3][1:] = logit
+    allowed = (
+        None if mask is None else mask.materialize(32, seqlen_kv, batch=tensors[0].shape[0], num_heads_q=4)
+    )
+    want, _ = attend(*tensors[:3], allowed=allowed, sink=tensors[3])
+    with CudaOperators():
+        out = run()
+        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
+        cotangent = torch.randn_like(out)
+        got = torch.autograd.grad(out, tensors, cotangent)
+    expected = torch.autograd.grad(want, tensors, cotangent.double())
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+BANDS = [
+    (low, high) for low in (None, -40, -31, -3, 0, 2) for high in (None, -2, 0, 3, 40) if (low or 0) <= 31
+]
+
+
+@pytest.mark.parametrize(("low", "high"), BANDS)
+@pytest.mark.parametrize("sizes", [(5, 5), (3, 7), (7, 3), (1, 4), (4, 1)])
+def test_which_bands_leave_a_query_without_a_key(sizes, low, high):
+    seqlen_q, seqlen_kv = sizes
+    inputs = inputs_of(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
+    inputs.mask = LoweredMask(band_lo=low, band_hi=high)
+    distance = torch.arange(seqlen_kv) - torch.arange(seqlen_q)[:, None]
+    allowed = (distance >= (-99 if low is None else low)) & (distance <= (99 if high is None else high))
+    assert may_be_empty(inputs) == (not allowed.any(-1).all())

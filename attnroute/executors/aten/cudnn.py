@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnroute.executors.aten.handover import Launch, short_way, with_lse
+from attnroute.executors.aten.handover import Launch, pair_of, short_way
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.protocol import (
     Executor,
@@ -23,7 +23,6 @@ from attnroute.executors.protocol import (
     Grads,
     Inputs,
     Output,
-    Pair,
     Plan,
     Wanted,
 )
@@ -109,6 +108,6 @@ def _launch_of(inputs: Inputs, plan: Plan) -> Launch:
 
 executor = Executor(
     run,
-    Pair(forward, backward, with_lse(_launch_of)),
+    pair_of(forward, backward, _launch_of, as_output=True),
     bind=short_way(SDPBackend.CUDNN_ATTENTION, _launch_of, as_output=True, no_dropout=_NO_DROPOUT),
 )

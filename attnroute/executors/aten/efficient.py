@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
-from attnroute.executors.aten.handover import Launch, short_way, with_lse
+from attnroute.executors.aten.handover import Launch, pair_of, short_way
 from attnroute.executors.protocol import (
     Executor,
     ForwardResult,
     Grads,
     Inputs,
     Output,
-    Pair,
     Plan,
     Wanted,
 )
@@ -182,7 +181,7 @@ def _launch_of(inputs: Inputs, plan: Plan) -> Launch | None:
 
 executor = Executor(
     run,
-    Pair(forward, backward, with_lse(_launch_of)),
+    pair_of(forward, backward, _launch_of),
     bind=short_way(SDPBackend.EFFICIENT_ATTENTION, _launch_of),
     # `preprocess_mask` of torch's attention.cpp.
     spared=frozenset({"align_bias"}),

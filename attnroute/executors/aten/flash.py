@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnroute.executors.aten import flash_backward
-from attnroute.executors.aten.handover import Launch, short_way, with_lse
+from attnroute.executors.aten.handover import Launch, pair_of, short_way
 from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
 from attnroute.executors.protocol import (
     Executor,
@@ -25,7 +25,6 @@ from attnroute.executors.protocol import (
     Grads,
     Inputs,
     Output,
-    Pair,
     Plan,
     Wanted,
 )
@@ -295,7 +294,7 @@ def _launch_of(inputs: Inputs, plan: Plan) -> Launch | None:
 
 executor = Executor(
     run,
-    Pair(forward, backward, with_lse(_launch_of)),
+    pair_of(forward, backward, _launch_of),
     bind=short_way(SDPBackend.FLASH_ATTENTION, _launch_of),
     # `pad_last_dim` of torch's attention.cpp.
     spared=frozenset({"pad_head_dim"}),

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from attnroute.executors.aten.operators import is_causal
+from attnroute.executors.protocol import Pair
 from attnroute.executors.strides import Fit, attach
 
 if TYPE_CHECKING:
     from torch.nn.attention import SDPBackend
 
-    from attnroute.executors.protocol import Bind, BindForward, Bound, Inputs, Plan
+    from attnroute.executors.protocol import Bind, Bound, Inputs, Plan
 
 _attention = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
 _count_function_modes = torch._C._len_torch_function_stack
@@ -64,22 +65,35 @@ def short_way(
         if "to_varlen" not in plan.repairs:
             dropout_p = inputs.dropout_p or (no_dropout if plan.training else None)
             run = _handed_over(choice, inputs, direct, dropout_p) or direct
-        trains = plan.training and plan.device_type != "cpu"
-        return run if run is None or not trains else _watched(run, as_output=as_output)
+        if run is None or not plan.training or plan.device_type == "cpu":
+            # Kernels of the CPU take gradients in any memory.
+            return run
+        return _watched(run, as_output=as_output)
 
     return bind
 
 
-def with_lse(launch_of: LaunchOf) -> BindForward:
-    """Return the `Pair.bind` of one of torch's fused kernels."""
+def pair_of(forward: Any, backward: Any, launch_of: LaunchOf, *, as_output: bool = False) -> Pair:
+    """Return the two directions of one of torch's fused kernels, and the short way of its forward.
+
+    Args:
+        forward: As in `Pair`.
+        backward: The same.
+        launch_of: How its operator is called.
+        as_output: The gradient of an output must have the strides of the output.
+    """
 
     def bind(inputs: Inputs, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]] | None:
         launch, seqlen_q = launch_of(inputs, plan), inputs.query.shape[2]
         if launch is None or "to_varlen" in plan.repairs:
             return None
+        trains = plan.training and plan.device_type != "cpu"
+        watch = _watch(as_output=as_output) if trains else None
 
         def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> tuple[Tensor, Tensor]:
             out, lse, *_ = launch(query, key, value, attn, whole=True)
+            if watch is not None:
+                watch(out)
             # EFFICIENT pads rows, and cuDNN gives the last dimension itself.
             if lse.shape[2] != seqlen_q:
                 lse = lse[:, :, :seqlen_q]
@@ -87,7 +101,7 @@ def with_lse(launch_of: LaunchOf) -> BindForward:
 
         return run
 
-    return bind
+    return Pair(forward, backward, bind, rereads=True)
 
 
 def _handed_over(
@@ -126,17 +140,26 @@ def _handed_over(
 
 
 def _watched(run: Bound, *, as_output: bool) -> Bound:
-    """Have gradients of the output fitted, which lies alike in every call."""
-    fit: Fit | None = None
+    """Have gradients of the output fitted."""
+    watch = _watch(as_output=as_output)
 
     def watched(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
-        nonlocal fit
         out = run(query, key, value, attn)
-        if out is None:
-            return None
-        if fit is None:
-            fit = Fit(out.stride(), as_output=as_output)
-        attach(out, fit)
+        if out is not None:
+            watch(out)
         return out
 
     return watched
+
+
+def _watch(*, as_output: bool) -> Callable[[Tensor], None]:
+    """Return what has gradients of outputs fitted, which lie alike in all calls."""
+    fit: Fit | None = None
+
+    def watch(out: Tensor) -> None:
+        nonlocal fit
+        if out.requires_grad:
+            fit = fit or Fit(out.stride(), as_output=as_output)
+            attach(out, fit)
+
+    return watch

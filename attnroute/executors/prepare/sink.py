@@ -8,7 +8,8 @@ of this.
 The log-sum-exp of torch's fused operators carries no gradient, so the backward is written out. A kernel's
 backward makes its weights again as P = exp(scores - L), and the gradient of the scores is P * (dP - D) with
 D = sum(grad_out * out). Given L' and the smaller output, P and D are those of the softmax with a sink, and so
-are the gradients of query, key, value and bias. The gradient of s is the sum of -exp(s - L') * D.
+are the gradients of query, key, value and bias. The gradient of s is the sum of -exp(s - L') * D, in which
+exp(s - L') is the share of the sink.
 """
 
 from __future__ import annotations
@@ -21,12 +22,24 @@ import torch
 from torch import Tensor
 
 from attnroute.executors.batched_gradients import differentiable_once, in_turn
-from attnroute.executors.protocol import Bound, Executor, ForwardResult, Inputs, Output, Pair, Plan
+from attnroute.executors.protocol import (
+    Bound,
+    BoundForward,
+    Executor,
+    ForwardResult,
+    Inputs,
+    Output,
+    Pair,
+    Plan,
+)
 from attnroute.masks.lowered.form import FULL, LoweredMask
+from attnroute.masks.tracing import guard_bool
 from attnroute.memory import cached
 
 _CONSTANTS: Final = 3
 """Arguments of `_WithSink` before its tensors."""
+_LARGE: Final = 20
+"""From such a logit on the sigmoid is 1 in float32."""
 _NO_GRADS: Final = (None,) * 4
 """Of query, key, value and attn."""
 
@@ -90,13 +103,18 @@ def run_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
 
 
 def bind_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Bound | None:
-    """Return what does the same for calls that differ from this one in values alone, without gradients."""
-    bind = None if executor.pair is None or plan.training else executor.pair.bind
-    forward = None if bind is None else bind(inputs, _with_lse(plan))
+    """Return what does the same for calls that differ from this one in values alone."""
+    pair = executor.pair
+    if pair is None or pair.bind is None or (plan.training and not pair.rereads):
+        return None
+    forward = pair.bind(inputs, _with_lse(plan))
     if forward is None:
         return None
     is_careful = may_be_empty(inputs)
+    return (_trained if plan.training else _inferred)(forward, is_careful=is_careful)
 
+
+def _inferred(forward: BoundForward, *, is_careful: bool) -> Bound:
     def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, sink: Tensor) -> Tensor | None:
         made = forward(query, key, value, attn)
         if made is None:
@@ -108,10 +126,69 @@ def bind_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Bound | No
     return run
 
 
+def _trained(forward: BoundForward, *, is_careful: bool) -> Bound:
+    """Let autograd's own backward of the kernel find what is right with the sink.
+
+    It reads output and log-sum-exp where they lie. Both are changed there, through tensors that count no
+    change: autograd would take it for a mistake.
+    """
+
+    def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, sink: Tensor) -> Tensor | None:
+        made = forward(query, key, value, attn)
+        if made is None:
+            return None
+        out, lse = made
+        lse, logit = lse.data, sink.detach().view(-1, 1, 1)
+        surplus = _surplus(lse, logit, may_be_empty=is_careful)
+        out.data.mul_(surplus.sigmoid())
+        torch.logaddexp(lse, logit, out=lse)
+        if is_careful:
+            # As in the backward below.
+            lse.nan_to_num_(posinf=math.inf, neginf=math.inf)
+        if not sink.requires_grad:
+            return out
+        return cast("Tensor", _OfSink.apply(out, surplus, sink))  # type: ignore[no-untyped-call]
+
+    return run
+
+
+class _OfSink(torch.autograd.Function):
+    """An output as it is, with the gradient of the sink in it."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, surplus: Tensor, sink: Tensor) -> Tensor:
+        ctx.save_for_backward(out, surplus)
+        ctx.dtype = sink.dtype
+        return out.detach()
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        out, surplus = ctx.saved_tensors
+        return grad_out, None, *in_turn(lambda grad: (_gradient(grad, out, surplus, ctx.dtype),), grad_out)
+
+
+def _surplus(lse: Tensor, sink: Tensor, *, may_be_empty: bool) -> Tensor:
+    """Return by how much the log-sum-exp exceeds the sink; both broadcast.
+
+    The sigmoid of that is the share that the keys keep. In a row with no key the sink has everything; if it
+    is -inf as well, the difference is NaN.
+    """
+    surplus = lse - sink
+    return surplus.nan_to_num_(-math.inf, math.inf, -math.inf) if may_be_empty else surplus
+
+
+def _gradient(grad_out: Tensor, out: Tensor, surplus: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum in the wide dtype; the only large temporary is one widened output.
+
+    The derivative of softplus is the sigmoid, so that one operator gives the output times the sink's share.
+    """
+    of_sink: Tensor = torch.ops.aten.softplus_backward.default(out, surplus, -1, _LARGE)
+    return of_sink.mul_(grad_out).sum((0, 2, 3)).neg_().to(dtype)
+
+
 def shrunk(out: Tensor, lse: Tensor, sink: Tensor, *, may_be_empty: bool) -> Tensor:
     """Return `out`, whose memory is new, times the share that the keys keep.
-
-    In a row with no key the sink has everything; if it is -inf as well, the difference is NaN.
 
     Args:
         out: (batch, num_heads_q, seqlen_q, head_dim_v).
@@ -119,17 +196,22 @@ def shrunk(out: Tensor, lse: Tensor, sink: Tensor, *, may_be_empty: bool) -> Ten
         sink: (num_heads_q,).
         may_be_empty: A query may have no key.
     """
-    share = (lse - sink.unsqueeze(1)).sigmoid_()
-    if may_be_empty:
-        share.nan_to_num_(0.0)
-    return out.mul_(share.unsqueeze(-1))
+    surplus = _surplus(lse, sink.unsqueeze(1), may_be_empty=may_be_empty)
+    return out.mul_(surplus.sigmoid_().unsqueeze(-1))
 
 
 def may_be_empty(inputs: Inputs) -> bool:
-    """Return whether a query may have no key: not without a mask, nor beside one from the top left."""
-    mask = inputs.mask
-    from_top_left = mask.is_band_only and mask.band_lo is None and mask.band_hi in (None, 0)
-    return inputs.attn is not None or inputs.key.shape[2] == 0 or not from_top_left
+    """Return whether a query may have no key: not without a mask, nor where a band has one for each."""
+    mask, seqlen_q, seqlen_kv = inputs.mask, inputs.query.shape[2], inputs.key.shape[2]
+    low, high = mask.band_lo, mask.band_hi
+    if inputs.attn is not None or not mask.is_band_only:
+        return True
+    if high is not None and high < (0 if low is None else max(low, 0)):
+        # The first query has no key, or none has one.
+        return True
+    return not guard_bool(
+        seqlen_kv > 0 if low is None else (seqlen_kv > 0) & (seqlen_kv > seqlen_q - 1 + low)
+    )
 
 
 def total(lse: Tensor, sink: Tensor) -> Tensor:
@@ -152,21 +234,25 @@ class _WithSink(torch.autograd.Function):
         query, key, value, attn, sink, slopes = cast("tuple[Tensor, ...]", tensors)
         inputs = fixed.inputs(query, key, value, attn=attn, slopes=slopes)
         result = kernel.forward(inputs, plan)
-        out = shrunk(result.out, result.lse, sink, may_be_empty=may_be_empty(inputs))
-        lse = total(result.lse, sink)
+        surplus = _surplus(result.lse, sink.unsqueeze(1), may_be_empty=may_be_empty(inputs)).unsqueeze(-1)
+        out, lse = result.out.mul_(surplus.sigmoid()), total(result.lse, sink)
         ctx.kernel, ctx.plan, ctx.fixed = kernel, plan, fixed
         # Tensors are saved as autograd wants it, so that checkpoints and offloading see them.
         ctx.rest = tuple(None if isinstance(part, Tensor) else part for part in result.rest)
         saved = (part if isinstance(part, Tensor) else None for part in result.rest)
-        ctx.save_for_backward(*tensors, out, lse, *saved)
+        ctx.save_for_backward(*tensors, surplus, out, lse, *saved)
         ctx.mark_non_differentiable(lse)
+        # Zeros would be made for the log-sum-exp, whose gradient nobody takes.
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad_out is None:
+            return (None,) * len(ctx.needs_input_grad)
         # A checkpoint recomputes what is saved when it is first read, and allows no second reading.
-        query, key, value, attn, sink, slopes, out, lse, *saved = ctx.saved_tensors
+        query, key, value, attn, sink, slopes, surplus, out, lse, *saved = ctx.saved_tensors
         *wanted, sink_wanted, _slopes_wanted = ctx.needs_input_grad[_CONSTANTS:]
         rest = tuple(c if t is None else t for c, t in zip(ctx.rest, saved, strict=True))
         inputs = ctx.fixed.inputs(query, key, value, attn=attn, slopes=slopes)
@@ -180,13 +266,12 @@ class _WithSink(torch.autograd.Function):
                 grads = ctx.kernel.backward(
                     inputs, ctx.plan, ForwardResult(out, lse, rest), grad, tuple(wanted)
                 )
-            return *grads, sink_gradient(grad, out, lse, sink) if sink_wanted else None
+            return *grads, _gradient(grad, out, surplus, sink.dtype) if sink_wanted else None
 
         return *(None,) * _CONSTANTS, *in_turn(of_sample, grad_out), None
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Sum in the wide dtype; the only large temporary is one widened output."""
-    product = out.to(lse.dtype, copy=True).mul_(grad_out).sum(-1)
+    """Return the gradient of a sink that output and log-sum-exp have in them, of kernels that know sinks."""
     share = (sink.unsqueeze(1) - lse).exp_()
-    return product.mul_(share).sum((0, 2)).neg_().to(sink.dtype)
+    return (out * share.unsqueeze(-1)).mul_(grad_out).sum((0, 2, 3)).neg_().to(sink.dtype)
