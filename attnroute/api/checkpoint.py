@@ -47,7 +47,13 @@ def is_near() -> bool:
 
 def is_noted(key: RouteKey) -> bool:
     """Return whether the same call was met inside an override since, in another thread."""
-    return POLICIES.get(_signature(key)) is not None
+    return POLICIES.get(signature_of(key)) is not None
+
+
+def is_noted_as(signature: RouteKey, policy: object) -> bool:
+    """Return whether a call inside of an override is noted, with the policy of this key."""
+    noted = POLICIES.get(signature)
+    return noted is not None and noted.key == policy
 
 
 def is_inside() -> bool:
@@ -67,7 +73,7 @@ def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> tuple[Policy,
         The policy, and whether it is kept for a later recompute and was not before: calls like this one must
         take it back then, which repeats on the short way do not.
     """
-    signature = _signature(key)
+    signature = signature_of(key)
     frame, is_recompute = _frame(_saved_tensors_hooks(False))
     if frame is not None:
         return _of_frame(frame, signature, policy, is_recompute=is_recompute), False
@@ -84,7 +90,7 @@ def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> tuple[Policy,
     return kept, False
 
 
-def _signature(key: RouteKey) -> RouteKey:
+def signature_of(key: RouteKey) -> RouteKey:
     """Return what a forward and its recompute have in common: all but gradients and the policy."""
     return key._replace(training=False, trains_inputs=False, policy=None)
 

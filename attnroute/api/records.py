@@ -163,7 +163,7 @@ class Problem:
             return out, lse
         if self.given.layout == "bshd":
             return out.transpose(1, 2), lse
-        return out[0].transpose(0, 1), None if lse is None else lse[0]
+        return out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)
 
 
 class RouteKey(NamedTuple):

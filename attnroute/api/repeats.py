@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attnroute.api import checkpoint, lengths, routes
+from attnroute.api import checkpoint, lengths, packed, routes
+from attnroute.api.alike import OF_MASK, alike
 from attnroute.api.families import HAS_GUARDS, Family, guards_of
 from attnroute.api.keys import key_of
 from attnroute.api.records import Given, Problem
 from attnroute.errors import KernelRefusedError
 from attnroute.executors.prepare.apply import bind
-from attnroute.masks import Causal, KeyPadding, Window
-from attnroute.masks.kept import Keeper, keeper_of, known_keeper
+from attnroute.masks.kept import Keeper, keeper_of
 from attnroute.masks.tracing import is_capturing
 from attnroute.memory import Memory
+from attnroute.scopes import scope_here
 from attnroute.settings import call_policy, environment
 
 if TYPE_CHECKING:
@@ -44,16 +45,8 @@ _VARIANTS: Final = 8
 """Kinds of tensors that are told apart under one key: layers on other devices, layers that do not train."""
 STEPS_IN_A_ROW: Final = 4
 """After calls of one shape in a row that make so many steps of a model, they are none: the shape stays."""
-_ALIGNMENT_BITS: Final = 15
-_OF_MASK: Final = 4
-"""Where a place has the mask."""
-_NEW: Final = "a new mask"
-_QKV: Final = 3
-_NUMBERS: Final = frozenset({float, int, type(None)})
-"""Types of numbers that mean the same where they are equal; True would be an error."""
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _only_deterministic = torch._C._get_deterministic_algorithms
-_records_gradients = torch.is_grad_enabled
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +55,23 @@ class Repeat:
 
     Attributes:
         check: Returns whether tensors are of the same kind as its own.
-        settings: What the environment said.
+        settings: What the environment and `override()` said.
         route: Its route.
         bound: A shorter way than that of the route, where the kernel has one.
+        noted: What is noted of it for recomputes, of a call inside of `override()`; None outside.
     """
 
     check: Callable[..., bool]
     settings: Policy
     route: Route
     bound: Bound | None
+    noted: tuple[RouteKey, object] | None
+
+    def holds_in(self, policy: Policy) -> bool:
+        """Return whether a call inside of `override()` repeats it, and is noted as it was."""
+        return (
+            self.noted is not None and self.settings.key == policy.key and checkpoint.is_noted_as(*self.noted)
+        )
 
 
 _REPEATS: Memory[object, tuple[Repeat, ...]] = Memory(_KEPT, f"{__name__}._REPEATS", "when its backend fails")
@@ -87,22 +88,25 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
     Args:
         arguments: Those of `attention()`, in their order.
     """
-    if checkpoint.is_near() or _count_dispatch_modes() or _only_deterministic() or routes.LISTENERS:
+    if checkpoint.is_inside() or _count_dispatch_modes() or _only_deterministic() or routes.LISTENERS:
         return None
     try:
-        place, tensors, passed, keeper = _place(arguments)
+        place, tensors, passed, keeper = alike(arguments)
         kept = _REPEATS.entries.get(place)
     except (AttributeError, RuntimeError, TypeError):
         # What cannot be read or hashed is malformed, or nothing that is kept.
         return None
     if forward_ad._current_level >= 0:
         return None
-    if kept is None:
-        found = _with_other_keys(arguments, place, tensors)
-    else:
+    scope = scope_here()
+    if kept is not None:
         kept.used, found = True, kept.value
+    else:
+        found = _with_other_keys(arguments, place, tensors) if scope is None else ()
     for repeat in found:
-        if repeat.check(*tensors) and repeat.settings is environment():
+        if repeat.check(*tensors) and (
+            repeat.settings is environment() if scope is None else repeat.holds_in(scope.policy)
+        ):
             bound = repeat.bound
             if bound is not None:
                 out = bound(*passed)
@@ -121,16 +125,18 @@ def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
         route: The route of the problem, under the settings of the environment.
         key: What that is remembered under.
     """
-    noted = checkpoint.POLICIES.entries and checkpoint.is_noted(key)
-    if not HAS_GUARDS or noted or checkpoint.is_near() or not _is_simple(given, problem):
+    if not HAS_GUARDS or checkpoint.is_inside() or not _is_simple(given, problem):
+        return
+    scope = scope_here()
+    if scope is None and checkpoint.POLICIES.entries and checkpoint.is_noted(key):
         return
     if route.choice.call.context.cuda_graph or route.choice.host.free_memory is not None:
         # As for routes: what a capture or a want of memory made the choice is not for other calls.
         return
-    place, tensors, _, keeper = _place(given)
+    place, tensors, _, keeper = alike(given)
     if place is None or _kept(problem, route, key, (place, tensors, keeper)) is None:
         return
-    if given.layout != "bhsd" or problem.query.shape[-2] >= problem.key.shape[-2]:
+    if scope is not None or given.layout != "bhsd" or problem.query.shape[-2] >= problem.key.shape[-2]:
         return
     # The first shapes of a family are noted where routes are made.
     of_lengths = lengths.place_of(problem, key) if route.choice.call.context.shapes_vary else None
@@ -156,7 +162,7 @@ def _with_other_keys(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any,
         keeper = keeper_of(mask)
         if keeper is None:
             return ()
-        place = (*place[:_OF_MASK], keeper.token, *place[_OF_MASK + 1 :])
+        place = (*place[:OF_MASK], keeper.token, *place[OF_MASK + 1 :])
     problem, key = _problem(route, Given(*arguments), keeper), None
     # One padding is not met often enough, but others of its shape may have been.
     if route.choice.repaid_after is not None and (mask is None or lengths.LASTING.entries):
@@ -195,11 +201,13 @@ def _kept(
         return None
     attn = given.mask if given.bias is None else given.bias
     bound = bind(route.executor, routes.inputs_of(route, problem, keeper), route.plan, attn)
-    if bound is not None and given.layout == "bshd":
-        bound = _heads_first(bound)
+    if bound is not None and given.layout != "bhsd":
+        bound = (_heads_first if given.layout == "bshd" else _in_one_row)(bound)
     if route.choice.repaid_after is not None and key is not None:
         bound = _counted(bound, route.choice, key, lambda: _end(place, key))
-    new = Repeat(check, environment(), route, bound)
+    scope = scope_here()
+    noted = None if scope is None or key is None else (checkpoint.signature_of(key), key.policy)
+    new = Repeat(check, environment() if scope is None else scope.policy, route, bound, noted)
     _REPEATS.put(place, (new, *(_REPEATS.get(place) or ())[: _VARIANTS - 1]))
     return new
 
@@ -207,7 +215,7 @@ def _kept(
 def _of_any_keys(place: Any, mask: Any) -> object:
     """Return a place without the elements of keys, with the kind of a mask in place of the mask itself."""
     of_mask = None if mask is None else lengths.kind_of_padding(mask)
-    return (place[0], *place[2:_OF_MASK], of_mask, *place[_OF_MASK + 1 :])
+    return (place[0], *place[2:OF_MASK], of_mask, *place[OF_MASK + 1 :])
 
 
 def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
@@ -238,94 +246,6 @@ def _is_simple(given: Given, problem: Problem) -> bool:
     )
 
 
-def _place(arguments: tuple[Any, ...]) -> tuple[object, tuple[Any, ...], tuple[Any, ...], Keeper | None]:
-    """Return under what a call is kept, its tensors but those of its mask, and the keeper of its mask.
-
-    Before the keeper stands what a `Bound` takes. Every argument is named, so that a new one cannot be left
-    out. What goes the long way has no place.
-
-    Raises:
-        AttributeError, RuntimeError, TypeError: An argument is malformed.
-    """
-    (
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        is_causal,
-        causal_alignment,
-        window,
-        scale,
-        softcap,
-        sink,
-        alibi_slopes,
-        dropout_p,
-        layout,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        max_seqlen_q,
-        max_seqlen_kv,
-        deterministic,
-        return_lse,
-        backend,
-        prefer,
-    ) = arguments
-    if (
-        # The check in C++ takes each tensor once.
-        query is key
-        or key is value
-        or value is query
-        or is_causal.__class__ is not bool
-        or (scale is not None and scale.__class__ not in _NUMBERS)
-        or softcap.__class__ not in _NUMBERS
-        or dropout_p.__class__ not in _NUMBERS
-        or (window is not None and not _NUMBERS.issuperset(map(type, window)))
-        or layout == "thd"
-        or not (
-            cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is deterministic is prefer is None
-        )
-        or return_lse is not False
-    ):
-        return None, (), (), None
-    tensors: tuple[Any, ...] = (query, key, value)
-    qkv = tensors
-    passed: tuple[Any, ...] = (query, key, value, mask)
-    of_mask: object = None
-    keeper: Keeper | None = None
-    others: object = None
-    misaligned: object = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & _ALIGNMENT_BITS
-    if mask is not None:
-        if type(mask) is Tensor and mask.dtype is not torch.bool:
-            tensors, of_mask = (*tensors, mask), "bias"
-        elif type(mask) is Causal:
-            # Bands need no keeper, and are often made anew for each call.
-            of_mask = ("causal", mask.alignment)
-        elif type(mask) is Window:
-            of_mask = ("window", mask.left, mask.right, mask.alignment)
-        else:
-            keeper = known_keeper(mask)
-            if keeper is not None:
-                of_mask = keeper.token
-            elif type(mask) is KeyPadding:
-                # Nothing is kept under this.
-                of_mask = _NEW
-            else:
-                return None, (), (), None
-    if sink is not None and bias is alibi_slopes is None:
-        others, tensors, passed = "sink", (*tensors, sink), (*passed, sink)
-    elif not (bias is sink is alibi_slopes is None):
-        others = (bias is None, sink is None, alibi_slopes is None)
-        tensors = (*tensors, *[t for t in (bias, sink, alibi_slopes) if t is not None])
-        passed = (query, key, value, mask if bias is None else bias, *(() if sink is None else (sink,)))
-    if tensors is not qkv:
-        misaligned = (misaligned, *[t.data_ptr() & _ALIGNMENT_BITS for t in tensors[_QKV:]])
-    words = (is_causal, causal_alignment, window, scale, softcap, dropout_p, layout, backend)
-    # Sizes are compared by the check of the tensors; what is read here only tells most kinds of calls apart.
-    place = (query.numel(), key.numel(), misaligned, _records_gradients(), of_mask, others, words)
-    return place, tensors, passed, keeper
-
-
 def _heads_first(run: Bound) -> Bound:
     """Make a kernel of layout bhsd one of layout bshd."""
 
@@ -334,6 +254,17 @@ def _heads_first(run: Bound) -> Bound:
         return None if out is None else out.transpose(1, 2)
 
     return heads_first
+
+
+def _in_one_row(run: Bound) -> Bound:
+    """Make a kernel of layout bhsd one of layout thd."""
+
+    def in_one_row(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor | None:
+        row = (t.unsqueeze(0).transpose(1, 2) for t in (query, key, value))
+        out = run(*row, *rest)
+        return None if out is None else out.squeeze(0).transpose(0, 1)
+
+    return in_one_row
 
 
 def _counted(run: Bound | None, choice: Choice, key: RouteKey, end: Callable[[], None]) -> Bound:
@@ -396,5 +327,7 @@ def _problem(route: Route, given: Given, keeper: Keeper | None) -> Problem:
         given.scale,
         traced=False,
     )
+    if given.layout == "thd":
+        packed.pack(problem)
     problem.training = route.plan.training
     return problem

@@ -12,12 +12,14 @@ import torch
 from support.reference import TOLERANCE, attend, error
 from support.spy import profiled
 from support.variations import CALLS, EAGER_FACTS, tensors
+from support.ways import ways_taken
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnroute
 from attnroute import masks
 from attnroute.api import dispatch, keys, repeats, routes
+from attnroute.api.alike import alike
 from attnroute.api.intake import take
 from attnroute.api.question import call_of
 from attnroute.api.records import Given
@@ -40,18 +42,7 @@ def fresh():
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Collect the way that each call goes: "short" or "long"."""
-    found = []
-    short, long = repeats.run, dispatch.run
-
-    def taken(arguments):
-        out = short(arguments)
-        found.extend([] if out is None else ["short"])
-        return out
-
-    monkeypatch.setattr(repeats, "run", taken)
-    monkeypatch.setattr(dispatch, "run", lambda given: found.append("long") or long(given))
-    return found
+    return ways_taken(monkeypatch)
 
 
 def given_of(make, arguments):
@@ -76,7 +67,7 @@ def key_of(given):
 def kept_for(given):
     """Return the repeat that a call finds."""
     try:
-        place, found, *_ = repeats._place(given)
+        place, found, *_ = alike(given)
     except AttributeError:
         return None
     kept = () if place is None else repeats._REPEATS.get(place) or ()

@@ -144,3 +144,57 @@ def test_a_captured_graph_reads_a_mask_that_changes():
     graph.replay()
     want, _ = attend(query, key, value, allowed=mask)
     assert error(out, want) <= TOLERANCE[torch.bfloat16]
+
+
+def wide_of(leaves):
+    return [t.detach().double().requires_grad_() for t in leaves]
+
+
+def hold(out, want, leaves, wide):
+    assert error(out, want) <= TOLERANCE[torch.bfloat16]
+    grad = torch.randn(out.shape, device="cuda", dtype=torch.bfloat16)
+    wanted = torch.autograd.grad(want, wide, grad.double())
+    for got, right in zip(torch.autograd.grad(out, leaves, grad), wanted, strict=True):
+        assert error(got, right) <= 4 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("window", [None, (20, 0)], ids=["no window", "window"])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_trained_sink_is_right(backend, window):
+    """The kernel's own backward reads output and log-sum-exp, with the sink in them."""
+    leaves = [*tensors(grad=True), torch.randn(4, device="cuda", requires_grad=True)]
+    wide = wide_of(leaves)
+    distance = torch.arange(N, device="cuda")[:, None] - torch.arange(N, device="cuda")
+    allowed = None if window is None else (distance >= 0) & (distance <= window[0])
+    want, _ = attend(*wide[:3], allowed=allowed, sink=wide[3])
+
+    def call():
+        return attnroute.attention(*leaves[:3], window=window, sink=leaves[3], backend=backend)
+
+    for _ in range(2):
+        call()
+    out, on_device, names = names_of(call)
+    assert backend_seen(on_device, names) == {backend}
+    hold(out, want, leaves, wide)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_sequences_are_right(backend):
+    sums = torch.tensor([0, 30, 30, 71, N], device="cuda", dtype=torch.int32)
+    whole = torch.randn(N, 12, 64, device="cuda", dtype=torch.bfloat16)
+    leaves = [t.requires_grad_() for t in whole.split(4, 1)]
+    wide = wide_of(leaves)
+    documents = masks.Documents(cu_seqlens=sums) & masks.Causal()
+    allowed = documents.materialize(N, N, device=torch.device("cuda"))
+    want, _ = attend(*(t.transpose(0, 1)[None] for t in wide), allowed=allowed)
+
+    def call():
+        return attnroute.attention(
+            *leaves, layout="thd", cu_seqlens_q=sums, max_seqlen_q=41, is_causal=True, backend=backend
+        )
+
+    for _ in range(2):
+        call()
+    out, on_device, names = names_of(call)
+    assert backend_seen(on_device, names) == {backend}
+    hold(out, want[0].transpose(0, 1), leaves, wide)

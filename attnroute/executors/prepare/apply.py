@@ -39,7 +39,9 @@ BAND_LIMIT_BYTES: Final = 64 * 2**20
 
 _DENSE = frozenset({"materialize_mask", "cast_mask", "cast_bias", "align_bias"})
 _ADDITIVE = frozenset({"cast_mask", "cast_bias", "align_bias"})
-_OF_MASKS = frozenset({"materialize_mask", "cast_mask", "zero_empty_rows", "clear_left_out", "to_varlen"})
+_OF_MASKS = frozenset(
+    {"materialize_mask", "cast_mask", "zero_empty_rows", "clear_left_out", "to_varlen", "from_varlen"}
+)
 """Repairs that need nothing but what is made once for each mask."""
 _WITH_SINK = _OF_MASKS | {"sink_from_lse"}
 
