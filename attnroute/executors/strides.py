@@ -83,17 +83,22 @@ def _fitted(grad: Tensor, strides: Sequence[int], *, as_output: bool) -> Tensor:
             return grad
     except RuntimeError:
         # A gradient of several samples at once has no address; each is taken out of the copy later.
-        return _copied(grad, strides)
-    if not is_batched(grad) and (_lies_as(grad, strides) if as_output else is_packed(grad)):
+        return _permuted(grad, strides)
+    if is_batched(grad):
+        return _permuted(grad, strides)
+    if _lies_as(grad, strides) if as_output else is_packed(grad):
         return grad
-    return _copied(grad, strides)
+    return _permuted(grad, strides) if is_traced(grad) else _copied(grad, strides)
+
+
+def _permuted(grad: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return a copy of a gradient that has no memory of its own."""
+    outermost = sorted(range(grad.dim()), key=lambda dim: -size_hint(strides[dim]))
+    whole = grad.permute(outermost).clone(memory_format=torch.contiguous_format)
+    return whole.permute([outermost.index(dim) for dim in range(grad.dim())])
 
 
 def _copied(grad: Tensor, strides: Sequence[int]) -> Tensor:
-    if is_traced(grad) or is_batched(grad):
-        outermost = sorted(range(grad.dim()), key=lambda dim: -size_hint(strides[dim]))
-        whole = grad.permute(outermost).clone(memory_format=torch.contiguous_format)
-        return whole.permute([outermost.index(dim) for dim in range(grad.dim())])
     whole = grad.new_empty_strided(grad.shape, strides)
     if grad.numel() > _SMALL and _has_words(grad) and _has_words(whole):
         whole.view(_WORD).copy_(grad.view(_WORD))
