@@ -38,10 +38,10 @@ class Given(NamedTuple):
     causal_alignment: str | None = None
     window: tuple[int | None, int | None] | None = None
     scale: float | None = None
-    softcap: float = 0.0
+    softcap: float = 0
     sink: Tensor | None = None
     alibi_slopes: Tensor | None = None
-    dropout_p: float = 0.0
+    dropout_p: float = 0
     layout: str = "bhsd"
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_kv: Tensor | None = None

@@ -24,7 +24,7 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _BATCHED: Final = 4
 """Dimensions of what `attention()` takes."""
 # Under torch.compile(dynamic=True) a float that is a default is an open number, which dynamo cannot compare
-# inside of a checkpoint. So the defaults below are ints, and others are written out where they are passed.
+# inside of a checkpoint. So the defaults below are ints, as those of `attention()`.
 
 
 def scaled_dot_product_attention(
@@ -98,7 +98,6 @@ def given_of(
         is_causal=is_causal,
         causal_alignment="top_left" if is_causal else None,
         scale=scale,
-        softcap=0.0,
     )
     return given if dispatch.is_local(given) else None
 

@@ -39,6 +39,12 @@ def shown(given):
     }
 
 
+def test_defaults_are_those_of_the_function_in_their_types_too():
+    """A route is found under the types of numbers, and `explain()` has the defaults of the record."""
+    for name, default in Given._field_defaults.items():
+        assert (SIGNATURE[name].default, type(SIGNATURE[name].default)) == (default, type(default)), name
+
+
 @pytest.fixture
 def taken(monkeypatch):
     """Collect the records that calls are run with, and run none of them."""
