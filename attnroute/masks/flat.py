@@ -11,13 +11,20 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
+from attnroute.masks.lowered.sequences import tokens
 from attnroute.masks.objects.arbitrary import Dense
 from attnroute.masks.objects.bands import Causal, PrefixLM, Window
 from attnroute.masks.objects.base import All, Either, Mask, Not
 from attnroute.masks.objects.ragged import Ragged
 from attnroute.masks.objects.tokens import Documents, KeyPadding
 
+_OTHER_DOCUMENTS: Final = (
+    "cu_seqlens requires the documents that the mask of the model has already, which start where positions "
+    "do not go up by one; got others; pass only one of both."
+)
 Spec = Any
 """A nested tuple of words and numbers; `("tensor", n)` stands for the n-th tensor."""
 
@@ -85,10 +92,51 @@ def _as_tensor(
     spec: Spec, tensors: list[Tensor], batch: int, seqlen_q: int, seqlen_kv: int, device: torch.device | str
 ) -> Tensor:
     # Somebody may write into the tensors later, which changes no mask that was made of them.
-    mask: Mask = put_together(spec, [tensor.clone() for tensor in tensors])
+    return _made(
+        put_together(spec, [tensor.clone() for tensor in tensors]), batch, seqlen_q, seqlen_kv, device
+    )
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def with_documents(tensor: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return a mask of one batch row in a graph, with packed documents that prefix sums state.
+
+    Args:
+        tensor: Bool tensor (1, 1, seqlen, seqlen). Where `as_tensor` made it of a mask with documents, the
+            graph asserts that those are the ones stated, and kernels get the sums.
+        cu_seqlens: Integer tensor (documents + 1,).
+
+    Returns:
+        A tensor as of `as_tensor`, the same one for all layers that ask.
+    """
+    known, answer = getattr(tensor, "stated", (None, tensor))
+    if known is cu_seqlens and not (_was_written(cu_seqlens) or _was_written(answer)):
+        return answer
+    seqlen = tensor.shape[-1]
+    mask, sums = made_of(tensor, seqlen, seqlen), cu_seqlens.clone()
+    kept = _beside(mask, tokens("cu_seqlens", sums, seqlen, tensor.device).ids[0])
+    answer = _made(All((*kept, Documents(cu_seqlens=sums))), 1, seqlen, seqlen, tensor.device)
+    tensor.stated = cu_seqlens, answer  # type: ignore[attr-defined]
+    return answer
+
+
+def _beside(mask: Mask | Tensor, stated: Tensor) -> list[Mask]:
+    """Return what a mask says beside its documents, which the graph asserts to be the stated ones."""
+    kept: list[Mask] = []
+    for node in (Dense(mask.clone()),) if isinstance(mask, Tensor) else mask.nodes:
+        if isinstance(node, Documents) and node.ids is not None:
+            # Equal bounds: then those that are stated divide the tokens at least as far.
+            bounds = [ids[1:] != ids[:-1] for ids in (node.ids[0], stated)]
+            torch._assert_async((bounds[0] == bounds[1]).all(), _OTHER_DOCUMENTS)  # noqa: SLF001
+        else:
+            kept.append(node)
+    return kept
+
+
+def _made(mask: Mask, batch: int, seqlen_q: int, seqlen_kv: int, device: torch.device | str) -> Tensor:
     found = mask.materialize(seqlen_q, seqlen_kv, batch=batch, device=device)
     found = found.expand(batch, 1, seqlen_q, seqlen_kv).clone()
-    found.made_of = mask, found._version  # type: ignore[attr-defined]
+    found.made_of = mask  # type: ignore[attr-defined]
     return found
 
 
@@ -97,6 +145,19 @@ def made_of(tensor: Tensor, seqlen_q: int, seqlen_kv: int) -> Mask | Tensor:
 
     It counts itself where somebody wrote into it, or where it is to broadcast.
     """
-    mask, version = getattr(tensor, "made_of", (tensor, None))
-    same = version == tensor._version and tuple(tensor.shape[-2:]) == (seqlen_q, seqlen_kv)
+    mask: Mask | Tensor = getattr(tensor, "made_of", tensor)
+    same = tuple(tensor.shape[-2:]) == (seqlen_q, seqlen_kv) and not _was_written(tensor)
     return mask if same else tensor
+
+
+def _was_written(tensor: Tensor) -> bool:
+    """Return whether somebody may have written into a tensor that was made in a graph.
+
+    The tensors of which a graph is made know of each write into their memory, also of those through `data`.
+    dynamo runs the calls before that, for their shapes alone. A backend that makes no graph of them runs them
+    on tensors with memory, which do not know.
+    """
+    if isinstance(tensor, FunctionalTensor):
+        found = torch._functionalize_has_data_mutation(tensor.elem)  # type: ignore[attr-defined]  # noqa: SLF001
+        return bool(found)
+    return not isinstance(tensor, FakeTensor) or tensor._version != 0

@@ -24,6 +24,7 @@ MASKS = {
 CHANGES = {
     "written": lambda mask: mask[..., 5:7].fill_(True),
     "written in part": lambda mask: mask.__setitem__((..., 0), True),
+    "written through data": lambda mask: mask.data.fill_(True),
     "or": lambda mask: mask | torch.eye(LENGTH, dtype=torch.bool),
     "flipped": lambda mask: mask.flip(-1),
 }

@@ -52,12 +52,13 @@ def _leave_out(place: str, name: str) -> None:
 
 
 def route_by_default() -> None:
-    """Let models that would take "sdpa" by default take attnroute."""
+    """Let models that take "sdpa" by default, because nobody asked for it, take attnroute."""
     register()
     original = PreTrainedModel.get_correct_attn_implementation
 
     def get_correct_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
         found = original(self, *args, **kwargs)
-        return original(self, IMPLEMENTATION) if found == "sdpa" else found
+        asked = args[0] if args else kwargs.get("requested_attention")
+        return original(self, IMPLEMENTATION) if found == "sdpa" and asked != "sdpa" else found
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation

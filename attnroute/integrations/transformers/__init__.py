@@ -45,6 +45,7 @@ def register(name: str = "attnroute", *, ignore: Iterable[str] = (), eager_only:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from attnroute.integrations.transformers.attention import attention_function
+    from attnroute.integrations.transformers.mask_functions import mark_builders
     from attnroute.integrations.transformers.mask_interface import make_mask, refuse_old_transformers
     from attnroute.integrations.transformers.models import ask_before_models_are_built
 
@@ -54,6 +55,7 @@ def register(name: str = "attnroute", *, ignore: Iterable[str] = (), eager_only:
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, make_mask)
     _REGISTERED[name] = function
+    mark_builders()
     ask_before_models_are_built(_REGISTERED)
 
 

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from attnroute.errors import argument_error
 from attnroute.integrations.transformers.carried_mask import CarriedMask
 from attnroute.masks import All, Causal, Dense, Documents, Mask, Window
+from attnroute.masks.flat import with_documents
 from attnroute.masks.kept import remember
 from attnroute.masks.tracing import is_traced
 
@@ -126,6 +127,8 @@ def with_cu_seqlens(
             f"{'one' if (cu_q is None) != (cu_k is None) else 'both'} of them",
             "flatten the batch, or pass a mask",
         )
+    if compiling and isinstance(mask, Tensor):
+        return with_documents(mask, cu_q)  # type: ignore[no-any-return]
     pattern: Pattern | None = None
     if isinstance(given, CarriedMask) and not compiling:
         pattern = given.pattern

@@ -1,16 +1,30 @@
-"""Masks that a graph of torch.compile makes by itself, from what is known about them without a value."""
+"""Masks that a graph of torch.compile makes by itself, from what is known about them without a value.
+
+What only values show, such as whether positions go up by one inside of a document, the graph asserts when it
+runs. A tensor of queries times keys exists in no graph whose attention alone reads the mask.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from attnroute.integrations.transformers.mask_functions import WINDOWS_MEAN_THE_SAME, MaskFunction
-from attnroute.masks import All, Causal, KeyPadding, Mask, Window
+from attnroute.integrations.transformers.mask_functions import MaskFunction, Reading, read
+from attnroute.masks import All, Causal, Documents, KeyPadding, Mask, Window
 from attnroute.masks.flat import as_tensor
+from attnroute.masks.objects.ragged import Ragged
+
+_DOCUMENTS: Final = (
+    "The mask of packed documents requires position_ids that go up by one in each document; got others; "
+    "pass the documents as cu_seq_lens_q and cu_seq_lens_k, or an attention_mask."
+)
+_CACHED: Final = (
+    "The mask of a static cache requires keys of all tokens up to the last query; got fewer; make the cache "
+    "longer."
+)
+Parts = tuple[Mask, ...]
 
 
 def graph_mask(
@@ -20,7 +34,6 @@ def graph_mask(
     mask_function: MaskFunction,
     padding: Tensor | None,
     device: torch.device | str,
-    stated: dict[str, Any],
 ) -> Tensor | None:
     """Return the tensor of a mask that calls of `attention()` in the same graph get as an object.
 
@@ -31,35 +44,23 @@ def graph_mask(
         mask_function: As `make_mask` gets it.
         padding: Bool tensor (batch, positions), False for padding.
         device: Where the mask lies.
-        stated: What `make_mask` gets besides: allow_is_causal_skip, allow_is_bidirectional_skip, local_size,
-            config.
 
     Returns:
         None where nothing is masked, or where it is not known for certain what is.
     """
-    if isinstance(q_offset, Tensor):
+    reading = read(mask_function)
+    if reading is None:
         return None
-    band = _band(mask_function, stated)
-    if band is None:
+    if reading.ids is not None or reading.positions is not None:
+        parts = None if padding is not None else _documents(sizes, reading, q_offset, kv_offset)
+    elif isinstance(q_offset, Tensor):
+        parts = _cached(sizes, reading, q_offset - kv_offset)
+    else:
+        parts = _band(sizes, reading, q_offset - kv_offset)
+    if parts is None:
         return None
-    _, queries, keys = sizes
-    offset = q_offset - kv_offset
-    banded = band != (None, None)
-    if banded and queries == 1:
-        # A window in one row stays dense, which costs next to nothing; without one the row may be full.
-        if band[0] is not None or offset != keys - 1:
-            return None
-        banded = False
-    parts: tuple[Mask, ...] = ()
-    if banded:
-        if queries == keys and offset == 0:
-            parts = (_aligned(*band, "top_left"),)
-        elif offset == keys - queries:
-            parts = (_aligned(*band, "bottom_right"),)
-        else:
-            return None
     if padding is not None:
-        keep = existing(padding, kv_offset, keys)
+        keep = existing(padding, kv_offset, sizes[2])
         parts = (*parts, KeyPadding(keep=keep, finite=True))
     if not parts:
         return None
@@ -76,27 +77,62 @@ def existing(padding: Tensor, kv_offset: int, kv_length: int) -> Tensor:
     return torch.nn.functional.pad(keep, (0, missing)) if missing else keep
 
 
-def _band(function: MaskFunction, stated: dict[str, Any]) -> tuple[int | None, int | None] | None:
-    """Return how many keys before and after its own a query may attend; None where that is not known.
+def _band(sizes: tuple[int, int, int], reading: Reading, offset: int) -> Parts | None:
+    _, queries, keys = sizes
+    if _is_open(reading):
+        return ()
+    if queries == 1:
+        # A window in one row stays dense, which costs next to nothing; without one the row may be full.
+        return () if reading.left is None and offset == keys - 1 else None
+    if offset == 0:
+        return (_aligned(reading, "top_left"),)
+    return (_aligned(reading, "bottom_right"),) if offset == keys - queries else None
 
-    A tracer does not show what is in the closure of a function. But where transformers allows its
-    `sdpa_mask` to return no mask, the `local_size` of a config with that window alone says how the function
-    differs from having none. Somebody else may call with a function of his own, or that of chunks.
+
+def _documents(
+    sizes: tuple[int, int, int], reading: Reading, q_offset: int | Tensor, kv_offset: int
+) -> Parts | None:
+    """Add packed documents. Where the band counts in positions, it is the one in places of each document."""
+    batch, queries, keys = sizes
+    ids, positions = reading.ids, reading.positions
+    if isinstance(q_offset, Tensor) or q_offset or kv_offset or queries != keys:
+        return None
+    if ids is None or ids.shape != (batch, queries):
+        return None
+    if positions is not None:
+        if positions.shape != ids.shape:
+            return None
+        before, after = ids[:, :-1], ids[:, 1:]
+        steps = positions[:, 1:] - positions[:, :-1] == 1
+        torch._assert_async(((after > before) | ((after == before) & steps)).all(), _DOCUMENTS)  # noqa: SLF001 - torch has no public name for it
+    documents = Documents(ids=ids)
+    return (documents,) if _is_open(reading) else (_aligned(reading, "top_left"), documents)
+
+
+def _cached(sizes: tuple[int, int, int], reading: Reading, offset: Tensor) -> Parts | None:
+    """Return a band whose diagonal ends with the last key that a static cache holds.
+
+    Each row is two sequences: the queries with the keys that there are, and the other keys without a query.
     """
-    if function is causal_mask_function:
-        return None, 0
-    if function is bidirectional_mask_function:
-        return None, None
-    size: int | None = stated.get("local_size")
-    config = stated.get("config")
-    if size is None or size != getattr(config, "sliding_window", None) or not WINDOWS_MEAN_THE_SAME:
+    _, queries, keys = sizes
+    if queries == 1:
+        # A compiled step of decoding takes a row of one form, which costs next to nothing.
         return None
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return None
-    if stated["allow_is_causal_skip"]:
-        return size - 1, 0
-    return (size, size) if stated["allow_is_bidirectional_skip"] else None
+    if _is_open(reading):
+        return ()
+    used = offset.reshape(1) + queries
+    torch._assert_async((used <= keys).all(), _CACHED)  # noqa: SLF001 - as above
+    zero = torch.zeros_like(used)
+    sums_q = torch.cat([zero, zero + queries, zero + queries])
+    sums_kv = torch.cat([zero, used, zero + keys])
+    return (Ragged(sums_q, sums_kv, None, None, reading.left, reading.right, "bottom_right"),)
 
 
-def _aligned(left: int | None, right: int | None, alignment: Any) -> Mask:
-    return Causal(alignment) if left is None else Window(left, right, alignment)
+def _is_open(reading: Reading) -> bool:
+    return reading.left is None and reading.right is None
+
+
+def _aligned(reading: Reading, alignment: Any) -> Mask:
+    if reading.left is None and reading.right == 0:
+        return Causal(alignment)
+    return Window(reading.left, reading.right, alignment)

@@ -1,32 +1,46 @@
 """Read a mask function of transformers: a band, packed documents, or nothing that is known for certain.
 
 transformers passes its mask builders' results on as plain Python functions. The functions of known builders
-are recognised by their code object, and their parameters are in their closures. Everything else is not read,
-and the caller makes a dense mask.
+are recognised by their code object, and their parameters are in their closures. A tracer shows no closure;
+for graphs, builders that `mark_builders` replaced note in an attribute what they were called with. Everything
+else is not read, and the caller makes a dense mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import wraps
 from types import CodeType, FunctionType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import masking_utils
 
 from attnroute.memory import INSTALLED, cached
 
 MaskFunction = Callable[..., Any]
-Reader = Callable[[dict[str, Any]], "Reading | None"]
-_SAMPLE = 8
-_SAMPLE_WINDOW = 3
+Parts = tuple[str, tuple[Any, ...]]
+"""The name of a builder, and what it was called with."""
+_MARK: Final = "attnroute_parts"
+_SAMPLE: Final = 8
+_SAMPLE_WINDOW: Final = 3
+_CELLS: Final = {
+    "causal_mask_function": (),
+    "bidirectional_mask_function": (),
+    "sliding_window_overlay": ("sliding_window",),
+    "sliding_window_bidirectional_overlay": ("sliding_window",),
+    "and_masks": ("mask_functions",),
+    "packed_sequence_mask_function": ("packed_sequence_mask",),
+    "remap_positions_for_packed_sequence": ("mask_function", "position_ids"),
+}
+"""The builders, and where the closures of their functions hold the arguments. The first two build nothing:
+they are mask functions themselves."""
 
 
-@dataclass(frozen=True, eq=False)
-class Reading:
+class Reading(NamedTuple):
     """A band around the diagonal, in absolute positions, and packed documents.
 
     Attributes:
@@ -42,60 +56,100 @@ class Reading:
     positions: Tensor | None = None
 
 
-def read(function: object) -> Reading | None:
-    """Return the band and documents of a mask function, or None where they are not known for certain."""
+def read(function: MaskFunction) -> Reading | None:
+    """Return the band and documents of a mask function, or None where they are not known for certain.
+
+    A tracer follows this.
+    """
+    parts: Parts | None = getattr(function, _MARK, None) if is_compiling() else _from_closure(function)
+    if parts is None:
+        return None
+    builder, given = parts
+    if builder in ("causal_mask_function", "bidirectional_mask_function"):
+        return Reading(right=0 if builder == "causal_mask_function" else None)
+    if builder == "and_masks":
+        return _read_and(given[0])
+    if builder == "packed_sequence_mask_function":
+        return Reading(ids=given[0]) if isinstance(given[0], Tensor) else None
+    if builder == "remap_positions_for_packed_sequence":
+        return _read_remapped(*given)
+    window = given[0]
+    if type(window) is not int or window < 1:
+        return None
+    # transformers counts the token itself in a window to one side, and not in one to both sides.
+    one_sided = builder == "sliding_window_overlay"
+    return Reading(left=window - 1) if one_sided else Reading(left=window, right=window)
+
+
+def mark_builders() -> None:
+    """Replace transformers' builders by ones whose functions say in an attribute what they are made of.
+
+    Nothing else about the functions changes. dynamo of torch before 2.8 cannot set the attribute.
+    """
+    if torch.__version__ < "2.8":
+        return
+    for name in set(_known().values()):
+        builder = getattr(masking_utils, name)
+        if not _CELLS[name]:
+            setattr(builder, _MARK, (name, ()))
+        elif not hasattr(builder, "__wrapped__"):
+            setattr(masking_utils, name, _marking(name, builder))
+
+
+def _marking(name: str, builder: Callable[..., MaskFunction]) -> Callable[..., MaskFunction]:
+    @wraps(builder)
+    def marking(*args: Any, **kwargs: Any) -> MaskFunction:
+        function = builder(*args, **kwargs)
+        if not kwargs:
+            setattr(function, _MARK, (name, (args,) if name == "and_masks" else args))
+        return function
+
+    return marking
+
+
+def _from_closure(function: MaskFunction) -> Parts | None:
     if not isinstance(function, FunctionType):
         return None
-    reader = _known().get(function.__code__)
-    return None if reader is None else reader(_closure(function))
-
-
-def _closure(function: FunctionType) -> dict[str, Any]:
-    cells = function.__closure__ or ()
-    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    builder = _known().get(function.__code__)
+    if builder is None:
+        return None
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    return builder, tuple(held.get(name) for name in _CELLS[builder])
 
 
 @cached(1, INSTALLED)
-def _known() -> dict[CodeType, Reader]:
+def _known() -> dict[CodeType, str]:
     """The builders of the installed transformers whose functions still mean what they are known to mean."""
     # A mode around the first call, a tracer's for one, would answer with tensors of its own.
     with _disable_current_modes(), torch.device("cpu"):
         return _verified()
 
 
-def _verified() -> dict[CodeType, Reader]:
-    known: dict[CodeType, Reader] = {}
-    bands: tuple[tuple[str, tuple[int, ...], Reader, Reading], ...] = (
-        ("causal_mask_function", (), lambda _: _CAUSAL, _CAUSAL),
-        ("bidirectional_mask_function", (), lambda _: Reading(), Reading()),
-        ("sliding_window_overlay", (_SAMPLE_WINDOW,), _read_window, Reading(left=_SAMPLE_WINDOW - 1)),
+def _verified() -> dict[CodeType, str]:
+    row = torch.zeros(1, 1, dtype=torch.int64)
+    causal, window = masking_utils.causal_mask_function, (_SAMPLE_WINDOW,)
+    samples: tuple[tuple[str, tuple[Any, ...], Reading | None], ...] = (
+        ("causal_mask_function", (), Reading(right=0)),
+        ("bidirectional_mask_function", (), Reading()),
+        ("sliding_window_overlay", window, Reading(left=_SAMPLE_WINDOW - 1)),
         (
             "sliding_window_bidirectional_overlay",
-            (_SAMPLE_WINDOW,),
-            _read_two_sided,
+            window,
             Reading(left=_SAMPLE_WINDOW, right=_SAMPLE_WINDOW),
         ),
+        ("and_masks", (causal,), None),
+        ("packed_sequence_mask_function", (row,), None),
+        ("remap_positions_for_packed_sequence", (causal, row), None),
     )
-    for name, parameters, reader, expected in bands:
-        builder = getattr(masking_utils, name, None)
-        function = builder(*parameters) if builder is not None and parameters else builder
-        if function is not None and _means(function, expected):
-            known[function.__code__] = reader
-    for name, arguments, reader in _combinators():
+    known: dict[CodeType, str] = {}
+    for name, arguments, expected in samples:
         builder = getattr(masking_utils, name, None)
         if builder is not None:
-            known[builder(*arguments).__code__] = reader
+            function = builder(*arguments) if arguments else builder
+            if expected is None or _means(function, expected):
+                known[function.__code__] = name
     return known
-
-
-def _combinators() -> tuple[tuple[str, tuple[Any, ...], Reader], ...]:
-    row = torch.zeros(1, 1, dtype=torch.int64)
-    causal = masking_utils.causal_mask_function
-    return (
-        ("and_masks", (causal,), _read_and),
-        ("packed_sequence_mask_function", (row,), lambda cells: _read_ids(cells.get("packed_sequence_mask"))),
-        ("remap_positions_for_packed_sequence", (causal, row), _read_remapped),
-    )
 
 
 def _means(function: MaskFunction, expected: Reading) -> bool:
@@ -112,37 +166,14 @@ def _means(function: MaskFunction, expected: Reading) -> bool:
     return torch.equal(found.expand_as(expected_pairs), expected_pairs)
 
 
-_CAUSAL = Reading(right=0)
-
-
-def _window(cells: dict[str, Any]) -> int | None:
-    window = cells.get("sliding_window")
-    return window if type(window) is int and window > 0 else None
-
-
-def _read_window(cells: dict[str, Any]) -> Reading | None:
-    window = _window(cells)
-    return None if window is None else Reading(left=window - 1)
-
-
-def _read_two_sided(cells: dict[str, Any]) -> Reading | None:
-    window = _window(cells)
-    return None if window is None else Reading(left=window, right=window)
-
-
-def _read_ids(ids: object) -> Reading | None:
-    return Reading(ids=ids) if isinstance(ids, Tensor) else None
-
-
-def _read_remapped(cells: dict[str, Any]) -> Reading | None:
-    inner, positions = read(cells.get("mask_function")), cells.get("position_ids")
+def _read_remapped(function: MaskFunction, positions: object) -> Reading | None:
+    inner = read(function)
     if inner is None or inner.ids is not None or inner.positions is not None:
         return None
-    return Reading(inner.left, inner.right, positions=positions) if isinstance(positions, Tensor) else None
+    return Reading(inner.left, inner.right, None, positions) if isinstance(positions, Tensor) else None
 
 
-def _read_and(cells: dict[str, Any]) -> Reading | None:
-    functions = cells.get("mask_functions")
+def _read_and(functions: object) -> Reading | None:
     if not isinstance(functions, tuple):
         return None
     total = Reading()
@@ -162,13 +193,6 @@ def _read_and(cells: dict[str, Any]) -> Reading | None:
 
 
 def _least(first: int | None, second: int | None) -> int | None:
-    stated = [n for n in (first, second) if n is not None]
-    return min(stated, default=None)
-
-
-WINDOWS_MEAN_THE_SAME: Final = all(
-    read(builder(_SAMPLE_WINDOW)) is not None
-    for name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay")
-    if (builder := getattr(masking_utils, name, None)) is not None
-)
-"""Whether the installed transformers counts windows as it did: a graph reads no function, and has to know."""
+    if first is None or second is None:
+        return second if first is None else first
+    return min(first, second)

@@ -77,12 +77,7 @@ def make_mask(
     if traced and plain and _needs_no_mask(q_length, kv_length, q_offset, kv_offset, kwargs.get("config")):
         return None
     if is_compiling():
-        stated = {
-            **kwargs,
-            "allow_is_causal_skip": allow_is_causal_skip,
-            "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
-        }
-        known = graph_mask(sizes, q_offset, kv_offset, mask_function, attention_mask, device, stated)
+        known = graph_mask(sizes, q_offset, kv_offset, mask_function, attention_mask, device)
         if known is not None:
             return known
     unread = not traced and (_is_unread(attention_mask) or _is_unread(q_offset))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class Ragged(Mask):
     """Queries attend keys of their own sequence, within a band around that sequence's diagonal.
 
+    The sequences are the same in every batch row; in layout thd there is one row.
+
     Args:
         cu_seqlens: Integer tensor (sequences + 1,): prefix sums of the query lengths, from 0 to total_q.
         cu_seqlens_kv: The same for keys, to total_kv, with as many sequences. None, or `cu_seqlens` itself:
@@ -97,8 +99,6 @@ class Ragged(Mask):
 
     def check(self, extent: Extent) -> None:
         """Sums on the CPU must rise to the lengths there are, and no sequence be longer than its bound."""
-        if extent.batch != 1:
-            raise argument_error("mask Ragged", "one batch row", extent.batch, 'use layout "thd"')
         if not self.cross and extent.seqlen_q != extent.seqlen_kv:
             got = f"total_q = {extent.seqlen_q}, total_kv = {extent.seqlen_kv}"
             to_do = "pass cu_seqlens_kv where keys have lengths of their own"

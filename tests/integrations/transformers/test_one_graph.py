@@ -11,7 +11,9 @@ from torch._dynamo.backends.common import aot_autograd
 from transformers import masking_utils
 
 from attnroute import override
+from attnroute.api import graph
 from attnroute.integrations.transformers.mask_interface import make_mask
+from attnroute.masks import Causal
 
 # transformers renamed arguments on the way; the old names work in every version that is supported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
@@ -69,6 +71,7 @@ OTHERS = {
         {"pixel_values": PICTURES},
     ),
 }
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
 DECODERS = ["llama", "mistral", "gemma2", "gemma3", "gpt_oss"]
 
 
@@ -171,6 +174,106 @@ def test_a_graph_takes_no_function_of_somebody_else_for_a_window():
     found = torch.compile(run, backend="aot_eager", fullgraph=True)()
     expected = masking_utils.sdpa_mask(1, LENGTH, LENGTH, mask_function=chunks, local_size=4)
     assert torch.equal(found, expected)
+
+
+def test_a_graph_takes_no_function_of_a_caller_for_the_window_of_a_config():
+    """Whatever else is said, the function alone says what is masked."""
+    config = using("mistral", "attnroute").config
+
+    def run():
+        def every_second(batch, head, query, key):
+            return (query - key) % 2 == 0
+
+        stated = {"local_size": config.sliding_window, "config": config, "allow_is_causal_skip": True}
+        return make_mask(1, LENGTH, LENGTH, mask_function=every_second, **stated)
+
+    places = torch.arange(LENGTH)
+    expected = (places[:, None] - places) % 2 == 0
+    found = torch.compile(run, backend="aot_eager", fullgraph=True)()
+    assert torch.equal(found, expected.expand(1, 1, LENGTH, LENGTH))
+
+
+def packed(rows, sums):
+    """Return the inputs of packed rows; with `sums`, what transformers' collator adds for one row."""
+    stated = {}
+    if sums:
+        lengths = torch.tensor([0, 4, 7, 9], dtype=torch.int32)
+        stated = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+    return {"input_ids": TOKENS[:rows], "position_ids": POSITIONS[:rows], "use_cache": False, **stated}
+
+
+@pytest.mark.parametrize(("rows", "sums"), [(2, False), (1, False), (1, True)])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_packed_documents_reach_the_kernels_of_a_graph(name, rows, sums):
+    with override(backend="chunked"):
+        graphs = check_one_graph(using(name, "attnroute"), packed(rows, sums))
+    assert not graphs.squares()
+
+
+def test_documents_stated_by_sums_reach_kernels_as_sums(monkeypatch):
+    given, original = [], graph.dispatch.run
+
+    def run(call):
+        given.append(call.mask)
+        return original(call)
+
+    monkeypatch.setattr(graph.dispatch, "run", run)
+    with torch.no_grad():
+        torch.compile(using("llama", "attnroute"), backend="aot_eager", fullgraph=True)(
+            **packed(1, sums=True)
+        )
+    for mask in given:
+        causal, documents = mask.nodes
+        assert causal == Causal()
+        assert documents.cu_seqlens is not None
+
+
+@pytest.mark.parametrize("wrong", ["positions", "sums"])
+def test_a_graph_says_what_documents_it_does_not_take(wrong):
+    inputs = packed(1, sums=True)
+    run = torch.compile(using("llama", "attnroute"), backend="aot_eager", fullgraph=True)
+    if wrong == "sums":
+        inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = torch.tensor([0, 3, 7, 9], dtype=torch.int32)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="cu_seqlens requires the documents that"):
+            run(**inputs)
+        return
+    ids, positions = torch.zeros(1, LENGTH, dtype=torch.int64), torch.arange(LENGTH)[None] * 2
+
+    def mask(ids, positions):
+        inner = masking_utils.remap_positions_for_packed_sequence(
+            masking_utils.causal_mask_function, positions
+        )
+        documents = masking_utils.packed_sequence_mask_function(ids)
+        return make_mask(1, LENGTH, LENGTH, mask_function=masking_utils.and_masks(inner, documents))
+
+    with pytest.raises(RuntimeError, match="position_ids that go up by one in each document"):
+        torch.compile(mask, backend="aot_eager", fullgraph=True)(ids, positions)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_prompts_of_a_static_cache_reach_the_kernels_of_a_graph(name, side):
+    """A prompt in two parts; the second one begins at a key that no graph knows."""
+    graphs, cut = Graphs(), 5
+    padding = PADDING[side]
+
+    def prompts(model, run):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 7)
+        outs = []
+        for part in (slice(0, cut), slice(cut, LENGTH)):
+            keep = None if side == "none" else padding[:, : part.stop]
+            given = {"input_ids": TOKENS[:, part], "attention_mask": keep, "past_key_values": cache}
+            outs.append(run(**given, use_cache=True).logits)
+        return torch.cat(outs, 1)
+
+    with torch.no_grad(), override(backend="chunked"):
+        model = using(name, "attnroute")
+        found = prompts(model, torch.compile(model, backend=graphs, fullgraph=True, dynamic=False))
+    with torch.no_grad():
+        model = using(name, "eager")
+        close(found, prompts(model, model), padding)
+    assert graphs.count == 2
+    assert not [shape for shape in graphs.masks if len(shape) == 4 and shape[-2] > 1 and shape[-1] > 1]
 
 
 @pytest.mark.parametrize("name", list(OTHERS))

@@ -232,10 +232,6 @@ REFUSED = [
         "max_seqlen_kv requires at least the longest sequence (3); got 2",
     ),
     (
-        lambda: Ragged(SUMS).materialize(5, 5, batch=2),
-        "mask Ragged requires one batch row; got 2",
-    ),
-    (
         lambda: (masks.Causal() & Ragged(SUMS)).materialize(5, 5),
         "mask Ragged requires no causal or window mask beside it; got one; pass is_causal and window",
     ),
