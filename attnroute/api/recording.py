@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -14,6 +13,7 @@ from attnroute.question.call import Call
 from attnroute.question.host import Host
 from attnroute.question.line import parse
 from attnroute.question.plain import Plain
+from attnroute.report.json import lined
 from attnroute.vocabulary import Repair
 
 How = Literal["eager", "compiled", "captured"]
@@ -83,6 +83,7 @@ class TracedCall(Plain):
         places: The modules that made these calls, in the order in which they made the first.
         faster: Backends that are predicted to be faster and did not run, the fastest first.
         routed: Of a call of torch's own function: what attnroute would have selected.
+        unread: Why it has no line.
     """
 
     line: str
@@ -97,6 +98,7 @@ class TracedCall(Plain):
     places: tuple[Place, ...] = ()
     faster: tuple[Faster, ...] = ()
     routed: str | None = None
+    unread: str = ""
 
     @property
     def call(self) -> Call:
@@ -128,7 +130,7 @@ class Recording(Plain):
     left_out: Count = 0
 
     def __str__(self) -> str:
-        """Return the table that `attnroute run --trace` prints."""
+        """Return the table that `attnroute run --trace` prints, in 80 columns."""
         from attnroute.api.recording_text import render_recording
 
         return render_recording(self)
@@ -161,13 +163,8 @@ class Recording(Plain):
         """
         data = self.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
         data = {"format": self.format, "attnroute": self.attnroute, **data}
-        lists = {name: data.pop(name, []) for name in ("calls", "stock")}
-        text = json.dumps(data, indent=1)[:-2]
-        for name, calls in lists.items():
-            lines = ",\n  ".join(json.dumps(call) for call in calls)
-            text += f',\n "{name}": [\n  {lines}\n ]'
         try:
-            path.write_text(f"{text}\n}}\n", encoding="utf-8")
+            path.write_text(lined(data, ("calls", "stock")), encoding="utf-8")
         except OSError as error:
             got = f"{shortened(str(path))} ({error.strerror or type(error).__name__})"
             raise argument_error("a file of calls", "a place to write to", got, "name another one") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import TYPE_CHECKING, Final
@@ -50,17 +49,16 @@ class _Row:
         return sum(place.count or 0 for place in self.places)
 
 
-def render_recording(recording: Recording, width: int | None = None) -> str:
+def render_recording(recording: Recording, width: int = WIDTH) -> str:
     """Return the table of a recording.
 
     Args:
         recording: What was recorded.
-        width: Columns; None = those of the terminal.
+        width: Columns.
     """
     rows = _rows(recording)
     if not rows:
         return f"attnroute: {_NOTHING}"
-    width = width or shutil.get_terminal_size((WIDTH, 24)).columns
     total = sum(row.ms for row in rows)
     lines = [*_title(recording, rows, total, width), _table(rows[:_ROWS], total, width)]
     for at, row in enumerate(rows[:_ROWS], 1):
@@ -83,6 +81,7 @@ def _rows(recording: Recording) -> list[_Row]:
                     traced.device,
                     traced.repairs,
                     _SIZES.sub(r"\1", traced.line),
+                    traced.unread,
                 )
                 where = (place.model, _NUMBER.sub("*", place.module))
                 row = rows.setdefault((is_stock, kind, where), _Row(traced, is_stock))
@@ -178,7 +177,7 @@ def _times(row: _Row, total: float) -> tuple[str, str, str, str]:
 def _notes(at: int, row: _Row, width: int) -> list[str]:
     """What the calls of a row are, what was prepared, what is predicted to be faster."""
     traced = row.traced
-    said = [_line(row.lines)]
+    said = [_line(row.lines) if row.lines[0] else f"a call that attention() does not take: {traced.unread}"]
     again = sum(place.recomputed for place in row.places)
     if again:
         said.append(f"{again} of the calls made again by checkpoints")
@@ -204,8 +203,6 @@ def _notes(at: int, row: _Row, width: int) -> list[str]:
 
 def _line(lines: list[str]) -> str:
     """Say calls that differ in sizes alone as one, each size from its least to its most."""
-    if not lines[0]:
-        return "a call that attention() does not take"
     sizes = [dict(_SIZES.findall(line)) for line in lines]
 
     def among(found: re.Match[str]) -> str:

@@ -80,14 +80,8 @@ def given_of(
     enable_gqa: bool = False,
 ) -> Given | None:
     """Return a call of torch's function as one of `attention()`; None where that does not mean the same."""
-    known = (
-        _are_known(query, key, value)
-        and _fit(query, key, value, enable_gqa=enable_gqa)
-        and (attn_mask is None or (not is_causal and _is_mask(attn_mask, query, key)))
-        and 0.0 <= dropout_p < 1.0
-        and (scale is None or -LARGEST <= scale <= LARGEST)
-    )
-    if not known:
+    numbers = (dropout_p, is_causal, scale, enable_gqa)
+    if left_to_torch(query, key, value, attn_mask, *numbers):
         return None
     given = Given(
         _batched(query),
@@ -100,6 +94,30 @@ def given_of(
         scale=scale,
     )
     return given if dispatch.is_local(given) else None
+
+
+def left_to_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> str:
+    """Return what makes a call of torch's function none of `attention()`; empty for one that is."""
+    if not _are_known(query, key, value):
+        return (
+            "its tensors are nested, sparse or unlike each other, or have a device or dtype without kernels"
+        )
+    if not _fit(query, key, value, enable_gqa=enable_gqa):
+        return "its sizes are empty, broadcast, or fit in no way"
+    if attn_mask is not None and (is_causal or not _is_mask(attn_mask, query, key)):
+        return "its mask stands beside is_causal, or has a dtype or shape that torch refuses"
+    if not 0.0 <= dropout_p < 1.0:
+        return "its dropout_p is not in [0, 1)"
+    return "" if scale is None or -LARGEST <= scale <= LARGEST else "its scale is no finite number"
 
 
 def _may_be_routed() -> bool:

@@ -22,7 +22,7 @@ from attnroute.api.question import call_of
 from attnroute.api.recorder import Seen, traced_call
 from attnroute.api.recording import How, TracedCall
 from attnroute.api.sdpa_block import PLAIN, UNFLATTEN, with_calls_inside
-from attnroute.errors import AttnRouteError
+from attnroute.errors import AttnRouteError, shortened
 from attnroute.masks.tracing import innermost_transform, is_capturing, is_traced, size_hint
 from attnroute.probes.torch_host import host_of
 from attnroute.tables.load import load
@@ -209,6 +209,7 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 def _described(call: _Arguments, how: How, backend: str) -> tuple[TracedCall, Asked | None]:
     """Say what a call is; one that `attention()` does not take has no line."""
     try:
+        unread = sdpa.left_to_torch(*call)
         given = sdpa.given_of(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)
         if given is not None:
             problem, policy = take(given), settings.current()
@@ -216,8 +217,9 @@ def _described(call: _Arguments, how: How, backend: str) -> tuple[TracedCall, As
             question = call_of(problem, recognize=recognize)
             host = host_of(*problem.device, load(policy.tables).providers)
             return traced_call(problem, question, backend, how), Asked(question, host, policy)
-    except (AttnRouteError, RuntimeError):
+    except (AttnRouteError, RuntimeError) as error:
         # A trace ends no program.
-        pass
+        unread = shortened(str(error))
     clock: Literal["device", "host"] = "device" if call.query.is_cuda else "host"
-    return TracedCall(line="", device=str(call.query.device), backend=backend, how=how, clock=clock), None
+    device = str(call.query.device)
+    return TracedCall(line="", device=device, backend=backend, how=how, clock=clock, unread=unread), None

@@ -7,13 +7,12 @@ accepts, what a wheel of torch brings along.
 from __future__ import annotations
 
 import ast
-import gzip
 import json
 import re
 import zipfile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from attnroute.audit import packages, signatures
+from attnroute.audit import packages, recordings, signatures
 from attnroute.errors import ArgumentError, PackageError
 from attnroute.tables.read import shipped_folder
 
@@ -76,7 +75,7 @@ def record(name: str, version: str) -> list[str]:
 def _record_check(text: str, version: str) -> str:
     """Ask the release's check of head dims about every pair, and write what it accepts."""
     path = shipped_folder().parent / _VALIDATOR
-    recorded: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    recorded: dict[str, Any] = json.loads(recordings.read(path))
     sets = {name: [[qk, list(v)] for qk, v in rows] for name, rows in recorded["sets"].items()}
     check, release = _cut(text), version.removeprefix("4.0.0")
     answers: dict[str, str] | None = None
@@ -84,7 +83,7 @@ def _record_check(text: str, version: str) -> str:
         keys = next(found for found in recorded["releases"].values() if found)
         answers = {key: _name_of(_accepted(check, key, recorded["grid"]), sets) for key in keys}
     new = {**recorded, "releases": {**recorded["releases"], release: answers}, "sets": sets}
-    path.write_bytes(gzip.compress(json.dumps(new).encode("utf-8"), mtime=0))
+    recordings.write(path, json.dumps(new))
     added = sorted(sets.keys() - recorded["sets"].keys())
     said = "accepts pairs that no release before accepted: look at the rows named validator-"
     return f"{_VALIDATOR}: its check of head dims {said if added else 'accepts what an earlier one accepts'}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gzip
 import json
 import tempfile
 import zipfile
@@ -12,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from attnroute.audit import packages
+from attnroute.audit import packages, recordings
 from attnroute.audit.asking import ask
 from attnroute.audit.compare import Comparison, Difference
 from attnroute.audit.grid import cards
@@ -250,7 +249,7 @@ def record(tables: Tables) -> list[str]:
         }
         for one, picked in picks(tables, version)
     ]
-    path.write_bytes(gzip.compress(json.dumps({"release": version, "rows": rows}).encode("utf-8"), mtime=0))
+    recordings.write(path, json.dumps({"release": version, "rows": rows}))
     return [f"{RECORD}: what {FILE.rpartition('/')[2]} of {version} picks in {len(rows)} situations"]
 
 
@@ -260,9 +259,6 @@ def recorded() -> Iterator[tuple[Situation, list[str]]]:
     Raises:
         ArgumentError: This is no checkout.
     """
-    path = shipped_folder().parent / RECORD
-    if not path.is_file():
-        raise ArgumentError(f"requires a checkout of attnroute; got no {path}; run it there.")
-    for row in json.loads(gzip.decompress(path.read_bytes()))["rows"]:
+    for row in json.loads(recordings.read(shipped_folder().parent / RECORD))["rows"]:
         host = Host(arch=row["arch"], versions=row["versions"])
         yield Situation(host, tuple(row["off"]), row["cudnn_takes"]), row["picked"]

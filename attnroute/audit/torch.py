@@ -7,7 +7,6 @@ set aside: torch knows neither.
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections import defaultdict
 from functools import cached_property
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from packaging.version import Version
 
+from attnroute.audit import recordings
 from attnroute.audit.compare import Comparison, Opinion
 from attnroute.engine.evaluate import STOCK_SCOPES, Form, Prepared, outcomes_of
 from attnroute.errors import ArgumentError
@@ -74,11 +74,7 @@ def recorded(folder: Path) -> tuple[list[Record], dict[str, Call]]:
     Raises:
         ArgumentError: It is not there.
     """
-    missing = [name for name in _FILES if not (folder / name).is_file()]
-    if missing:
-        required = "the recordings of a checkout of attnroute"
-        raise ArgumentError(f"audit torch requires {required}; got no {folder / missing[0]}; run it there.")
-    lines = gzip.decompress((folder / _FILES[0]).read_bytes()).decode("utf-8").splitlines()
+    lines = recordings.read(folder / _FILES[0]).splitlines()
     calls = json.loads((folder / _FILES[1]).read_text(encoding="utf-8"))
     named = {name: Call.model_validate(case["call"]) for name, case in calls.items()}
     return [Record(**json.loads(line)) for line in lines], named
@@ -87,7 +83,7 @@ def recorded(folder: Path) -> tuple[list[Record], dict[str, Call]]:
 def write(folder: Path, records: Iterable[Record]) -> None:
     """Write what was answered, beside the calls that stand there."""
     text = "".join(json.dumps(record._asdict()) + "\n" for record in records)
-    (folder / _FILES[0]).write_bytes(gzip.compress(text.encode("utf-8"), mtime=0))
+    recordings.write(folder / _FILES[0], text)
 
 
 def recording() -> Path:

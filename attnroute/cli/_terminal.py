@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TextIO
 
 from attnroute.report.layout import WIDTH
 
@@ -35,9 +35,14 @@ _ROW: Final = re.compile(r"\[\w+/\w+/[\w-]+\]")
 _FAULT: Final = re.compile(r"\b(wrong result|crash|hang)(?=[: ])")
 
 
-def columns(most: int = _MOST) -> int:
-    """Return how many columns a text may take; what is no terminal gets as many as texts usually have."""
-    if "COLUMNS" not in os.environ and not sys.stdout.isatty():
+def columns(most: int = _MOST, stream: TextIO | None = None) -> int:
+    """Return how many columns a text may take; what is no terminal gets as many as texts usually have.
+
+    Args:
+        most: How many it takes at most.
+        stream: Where it goes; None = stdout.
+    """
+    if "COLUMNS" not in os.environ and not (stream or sys.stdout).isatty():
         return WIDTH
     return max(_LEAST, min(most, shutil.get_terminal_size((WIDTH, 24)).columns))
 

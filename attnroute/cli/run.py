@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from attnroute.cli._parser import Parser
 from attnroute.cli._program import program
+from attnroute.cli._terminal import columns
+
+if TYPE_CHECKING:
+    from attnroute.api.trace import Trace
 
 _VALUED: Final = ("--out",)
 
@@ -26,13 +30,20 @@ def run(words: list[str]) -> int:
         recorded = trace(options.out) if options.trace or options.out else None
         if recorded is not None:
             # Called last, when the file is written.
-            blocks.callback(lambda: print(recorded, file=sys.stderr))
+            blocks.callback(_print, recorded)
         inside = ExitStack()
         if recorded is not None:
             inside.enter_context(recorded)
         if options.route:
             inside.enter_context(route_sdpa())
         return asked.run(inside)
+
+
+def _print(recorded: Trace) -> None:
+    from attnroute.api.recording_text import render_recording
+
+    text = render_recording(recorded.recording, columns(stream=sys.stderr))
+    print(text, file=sys.stderr)
 
 
 def _end_of_options(words: list[str]) -> int:

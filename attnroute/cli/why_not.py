@@ -19,6 +19,7 @@ def run(words: list[str]) -> int:
     )
     parser.add_argument("asked", metavar="BACKEND", help="the backend, as explanations name it")
     add_question(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="the other backends, with every reason")
     args = parser.parse_intermixed_args(words)
     question = question_of(args)
     if args.asked not in question.tables.backends:
@@ -29,5 +30,5 @@ def run(words: list[str]) -> int:
     if args.format == "json":
         print(why_not_json(answer))
     else:
-        print(painted(render_why_not(answer, columns())))
+        print(painted(render_why_not(answer, columns(), verbose=args.verbose)))
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal, Self
 
@@ -14,6 +13,7 @@ from attnroute.conformance.trials import FAILURES, Outcome, Trial
 from attnroute.errors import argument_error, shortened
 from attnroute.question.host import Host
 from attnroute.question.plain import Plain
+from attnroute.report.json import lined
 
 Verdict = Literal[
     "holds", "argued", "too loose", "too strict", "not testable here", "not installed", "not reached"
@@ -120,11 +120,6 @@ class Report(Plain):
         required = "a report as `attnroute conformance` writes it"
         raise argument_error(str(path), required, got, "name another file")
 
-    def _text(self) -> str:
-        data = self.model_dump(mode="json", exclude_defaults=True)
-        entries = ",\n".join(json.dumps(entry) for entry in data.pop("entries", []))
-        return f'{json.dumps(data, indent=1)[:-2]},\n "entries": [\n{entries}\n ]\n}}\n'
-
     def write(self, path: Path) -> None:
         """Write the file.
 
@@ -132,7 +127,9 @@ class Report(Plain):
             ArgumentError: It cannot be written.
         """
         try:
-            path.write_text(self._text(), encoding="utf-8")
+            path.write_text(
+                lined(self.model_dump(mode="json", exclude_defaults=True), ("entries",)), encoding="utf-8"
+            )
         except OSError as error:
             got = error.strerror or type(error).__name__
             raise argument_error(str(path), "a place to write to", got, "name another one") from error

@@ -371,7 +371,7 @@ def _no_table(rows: Prepared) -> Finding:
     return Finding(
         rule=_no_table_id(rows),
         outcome="unknown",
-        requires=f"a table that describes {rows.backend} on {rows.host.arch}",
+        requires=f"a table about {rows.backend} on {rows.host.arch}",
         got="none",
-        because="nobody has stated what this backend does on this architecture",
+        because="nobody has looked at it there",
     )

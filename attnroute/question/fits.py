@@ -93,7 +93,7 @@ def heads(num_heads_q: int, num_heads_kv: int) -> None:
         raise argument_error("query", "at least one head", num_heads_q, "check that layout is right")
     if num_heads_kv == 0 or num_heads_q % num_heads_kv:
         required = f"a number of heads that key's {num_heads_kv} heads divide"
-        to_do = "repeat key/value heads, or check that layout is right"
+        to_do = 'repeat key/value heads, or pass layout="bshd" where tokens come before heads'
         raise argument_error("query", required, num_heads_q, to_do)
 
 

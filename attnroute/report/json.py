@@ -1,4 +1,4 @@
-"""Write answers as JSON documents and read decisions back."""
+"""Write answers and recordings as JSON, and read decisions back."""
 
 from __future__ import annotations
 
@@ -50,6 +50,15 @@ def plan_json(plan: Plan, *, verbose: bool = False) -> str:
 def document(data: dict[str, Any]) -> str:
     """Return data as a JSON document that names the version of its schema."""
     return escaped(json.dumps({"schema_version": SCHEMA_VERSION, **data}, indent=2, ensure_ascii=False))
+
+
+def lined(data: dict[str, Any], names: tuple[str, ...]) -> str:
+    """Return data as the text of a JSON file in which each entry of the lists with these names is a line."""
+    text = json.dumps({name: value for name, value in data.items() if name not in names}, indent=1)[:-2]
+    for name in names:
+        entries = ",\n  ".join(map(json.dumps, data.get(name, [])))
+        text += f',\n "{name}": [\n  {entries}\n ]'
+    return f"{text}\n}}\n"
 
 
 def escaped(text: str) -> str:

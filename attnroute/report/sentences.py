@@ -128,7 +128,7 @@ def with_time(verdict: Verdict) -> str:
     """Say a backend with the time that is predicted for it, where one is: "fa3 1.69 ms"."""
     if verdict.prediction is None or verdict.predicted_ms is None:
         return verdict.backend
-    inferred = " (inferred)" if verdict.prediction.kind == "inferred" else ""
+    inferred = " (inferred)" if is_inferred(verdict) else ""
     return f"{verdict.backend} {verdict.predicted_ms:.3g} ms{inferred}"
 
 
@@ -136,6 +136,11 @@ def is_timed(decision: Decision) -> bool:
     """Return whether predicted times made a part of the order."""
     timed = [v for v in decision.verdicts if v.measured_ms is not None and v.backend in decision.order]
     return len(timed) > 1
+
+
+def is_inferred(verdict: Verdict) -> bool:
+    """Return whether a verdict's time is computed from another architecture's, and so decides nothing."""
+    return verdict.prediction is not None and verdict.prediction.kind == "inferred"
 
 
 def missing(need: str, host: Host) -> str:

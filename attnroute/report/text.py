@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _HINTS: Final = 3
 """How many hints a short explanation has."""
+_INFERRED: Final = (
+    "times computed from those of another architecture's card: a guide for readers, not for the choice"
+)
 _OF_TRACEBACKS: Final = 110
 """Columns of an exception, which stands among lines of code and paths."""
 _FEW: Final = 0.01
@@ -145,6 +148,8 @@ def about(decision: Decision) -> list[Line]:
         ("mask", sentences.recognized(decision.call)),
     ):
         lines += [field(label, text) for text in texts]
+    if any(map(sentences.is_inferred, decision.verdicts)):
+        lines.append(field("inferred", _INFERRED))
     return lines
 
 

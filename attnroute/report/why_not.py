@@ -21,12 +21,13 @@ _BEHIND: Final = {
 }
 
 
-def render_why_not(answer: WhyNot, width: int = WIDTH) -> str:
+def render_why_not(answer: WhyNot, width: int = WIDTH, *, verbose: bool = False) -> str:
     """Return what is selected, the backend's verdict with every reason, and the changes that would select it.
 
     Args:
         answer: The answer for one backend.
         width: Columns.
+        verbose: Add the verdict of every other backend with all its reasons.
     """
     decision, verdict = answer.decision, answer.decision.verdict(answer.backend)
     lines = [answer_line(decision), *about(decision), Line(""), *verdict_lines(verdict, decision)]
@@ -34,6 +35,11 @@ def render_why_not(answer: WhyNot, width: int = WIDTH) -> str:
         if answer.behind is not None:
             lines.append(field("behind", _behind(answer, verdict, decision)))
         lines += [Line(""), *_changes(answer, verdict)]
+    others = [v for v in sentences.arranged(decision) if v is not verdict] if verbose else []
+    if others:
+        lines.append(Line(""))
+    for other in others:
+        lines += verdict_lines(other, decision)
     return laid_out(lines, width)
 
 

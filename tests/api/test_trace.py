@@ -160,3 +160,21 @@ def test_the_place_of_the_file_must_be_a_path_that_can_be_written(tmp_path):
         attnroute.trace(3)
     with pytest.raises(ArgumentError, match="a place to write to"), attnroute.trace(tmp_path / "no" / "x"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"dropout_p": 1.0}, "its dropout_p is not in [0, 1)"),
+        ({"key": heads(1), "value": heads(1)[:1]}, "its sizes are empty, broadcast, or fit in no way"),
+    ],
+)
+def test_a_call_of_torch_without_a_line_says_why(change, why):
+    query = heads()
+    with attnroute.trace() as trace:
+        torch.nn.functional.scaled_dot_product_attention(
+            **{"query": query, "key": query, "value": query, **change}
+        )
+    (seen,) = trace.stock
+    assert (seen.line, seen.unread) == ("", why)
+    assert f"a call that attention() does not take: {why}" in " ".join(str(trace).split())

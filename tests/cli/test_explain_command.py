@@ -318,6 +318,25 @@ def test_why_not_as_json_is_the_answer(capsys, host_file) -> None:
     assert answer.changes[0].selects == "flash"
 
 
+def test_why_not_says_every_other_backend_if_asked(capsys) -> None:
+    assert main(["why-not", "flash", CALL, "--arch", "sm_90"]) == 0
+    short = capsys.readouterr().out
+    assert main(["why-not", "flash", CALL, "--arch", "sm_90", "-v"]) == 0
+    lines = capsys.readouterr().out.removeprefix(short).splitlines()
+    labels = {line.split()[0] for line in lines if line and not line.startswith(" ")}
+    assert labels == {verdict.backend for verdict in decide(parse(CALL), Host(arch="sm_90")).verdicts} - {
+        "flash"
+    }
+
+
+def test_times_of_another_architecture_are_explained_where_they_stand(capsys) -> None:
+    for command in (["explain"], ["why-not", "math"]):
+        main([*command, CALL, "--arch", "rtx5090"])
+        out = capsys.readouterr().out
+        assert "(inferred)" in out
+        assert "inferred   times computed from those of another architecture's card" in out
+
+
 def test_why_not_an_unknown_backend_names_the_nearest(capsys) -> None:
     assert main(["why-not", "flahs", CALL, "--arch", "sm_90"]) == 2
     assert capsys.readouterr().err.endswith('did you mean "flash"?\n')
