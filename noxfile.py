@@ -149,9 +149,11 @@ def diffusers_suite(session: nox.Session) -> None:
 
 @nox.session
 def timm_suite(session: nox.Session) -> None:
-    """Run small models of timm inside of route_sdpa(). timm needs the torchvision of the same torch."""
+    """Run small models of timm inside of route_sdpa()."""
     _install_for_tests(session)
-    session.install("timm")
+    # Of torchvision, which timm needs, each release is for one torch, and would bring its own.
+    found = session.run("python", "-c", "import torch; print(torch.__version__)", silent=True)
+    session.install("timm", f"torch=={str(found).split()[-1]}")
     session.run("pytest", "-q", "tests/timm_suite/models.py", *session.posargs)
 
 

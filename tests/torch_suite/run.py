@@ -75,8 +75,11 @@ def _downloaded() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="attnroute-torch-suite-"))
     url = SOURCE.format(version=torch.__version__.partition("+")[0])
     print(f"fetching {url}", flush=True)
-    with urllib.request.urlopen(url) as answer:
-        (folder / "test_transformers.py").write_bytes(answer.read())
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            (folder / "test_transformers.py").write_bytes(answer.read())
+    except OSError as error:
+        sys.exit(f"requires {url}; got {error}; pass --source FOLDER with the file of that tag.")
     return folder
 
 

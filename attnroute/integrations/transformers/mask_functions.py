@@ -25,6 +25,8 @@ MaskFunction = Callable[..., Any]
 Parts = tuple[str, tuple[Any, ...]]
 """The name of a builder, and what it was called with."""
 _MARK: Final = "attnroute_parts"
+_KEEPS_MARKS: Final = torch.__version__ >= "2.8"
+"""Whether dynamo can set an attribute of a function that is made in a graph, and read it."""
 _SAMPLE: Final = 8
 _SAMPLE_WINDOW: Final = 3
 _CELLS: Final = {
@@ -61,7 +63,7 @@ def read(function: MaskFunction) -> Reading | None:
 
     A tracer follows this.
     """
-    parts: Parts | None = getattr(function, _MARK, None) if is_compiling() else _from_closure(function)
+    parts = _from_mark(function) if is_compiling() else _from_closure(function)
     if parts is None:
         return None
     builder, given = parts
@@ -84,9 +86,9 @@ def read(function: MaskFunction) -> Reading | None:
 def mark_builders() -> None:
     """Replace transformers' builders by ones whose functions say in an attribute what they are made of.
 
-    Nothing else about the functions changes. dynamo of torch before 2.8 cannot set the attribute.
+    Nothing else about the functions changes.
     """
-    if torch.__version__ < "2.8":
+    if not _KEEPS_MARKS:
         return
     for name in set(_known().values()):
         builder = getattr(masking_utils, name)
@@ -105,6 +107,12 @@ def _marking(name: str, builder: Callable[..., MaskFunction]) -> Callable[..., M
         return function
 
     return marking
+
+
+def _from_mark(function: MaskFunction) -> Parts | None:
+    if _KEEPS_MARKS:
+        return getattr(function, _MARK, None)
+    return ("causal_mask_function", ()) if function is masking_utils.causal_mask_function else None
 
 
 def _from_closure(function: MaskFunction) -> Parts | None:
