@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
 from attnroute.biases import Bias
+from attnroute.biases import Function as BiasFunction
 from attnroute.distributed.sharding import BATCH, HEAD_DIM, HEADS, KV_HEADS, REST, TOKENS
 from attnroute.errors import argument_error
+from attnroute.masks.objects.arbitrary import Function as MaskFunction
 from attnroute.masks.objects.base import Mask
 
 if TYPE_CHECKING:
@@ -98,16 +100,33 @@ def changed_object(name: str, value: Any, change: Change) -> Any:
 
 
 def check_function(name: str, function: Any, splits: tuple[str | None, ...]) -> None:
-    """Refuse a function of indices that a process would ask about its own rows or heads.
+    """Refuse a BlockMask with blocks for each row or head where the call is split along these.
 
     Raises:
-        ArgumentError: The function may read an index along which the call is split.
+        ArgumentError: It is one.
     """
-    shape = getattr(getattr(function, "block_mask", function), "shape", (None, None))
-    for split, flag, size in zip((BATCH, HEADS), ("per_batch", "per_head"), shape[:2], strict=True):
-        reads = getattr(function, flag, size != 1)
-        if split in splits and reads:
-            required = f"a function that does not read the index of {split}, which each process counts from 0"
-            state = f"state {flag}=False if it does not, or " if name == "mask Function" else ""
-            to_do = f"{state}pass a DTensor of what it says"
-            raise argument_error(name, required, function, to_do)
+    blocks = getattr(function, "block_mask", function)
+    for split, size in zip((BATCH, HEADS), getattr(blocks, "shape", ())[:2], strict=False):
+        if split in splits and size != 1:
+            required = f"blocks that are the same along the {split}, where the call is split"
+            to_do = "make it with B=None and H=None, or pass masks.Function of its mask_mod"
+            raise argument_error(name, required, f"{size} of them", to_do)
+
+
+def from_row_and_head(function: Any, row: int, head: int) -> Any:
+    """Return a mask or bias function that is asked with a process's own indices; another object as it is.
+
+    Args:
+        function: A `Function` of masks or biases.
+        row: The first batch row of the process.
+        head: Its first query head.
+    """
+    if isinstance(function, MaskFunction):
+        mask_mod = function.mask_mod
+        reads = (row and function.per_batch) or (head and function.per_head)
+        shifted = lambda b, h, q, k: mask_mod(b + row, h + head, q, k)  # noqa: E731 - torch traces it.
+        return replace(function, mask_mod=shifted) if reads else function
+    if isinstance(function, BiasFunction) and (row or head):
+        score_mod = function.score_mod
+        return BiasFunction(lambda score, b, h, q, k: score_mod(score, b + row, h + head, q, k))
+    return function

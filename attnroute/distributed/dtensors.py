@@ -23,6 +23,7 @@ from attnroute.distributed.call_tensors import (
     changed,
     changed_object,
     check_function,
+    from_row_and_head,
 )
 from attnroute.distributed.sharding import BATCH, HEAD_DIM, HEADS, KV_HEADS, TOKENS, Cut, Placed
 from attnroute.errors import ArgumentError, argument_error
@@ -65,6 +66,7 @@ class _Layout:
     Attributes:
         parts: Of each tensor, in the order in which `changed` comes to them.
         axes: For each dimension of the mesh: along what it splits the call.
+        first: The first batch row and the first query head of this process.
         is_empty: Nothing is left for this process.
         is_split: Processes compute different parts.
         is_repeated: Several processes compute the same part.
@@ -72,6 +74,7 @@ class _Layout:
 
     parts: tuple[_Part, ...]
     axes: tuple[str | None, ...]
+    first: tuple[int, int]
     is_empty: bool
     is_split: bool
     is_repeated: bool
@@ -202,6 +205,7 @@ def _made(mesh: DeviceMesh, tensors: list[Placed], splits: tuple[str | None, ...
     return _Layout(
         tuple(parts),
         splits,
+        share.first,
         coordinate is None or share.is_empty,
         any(split is not None and size > 1 for split, size in zip(splits, sizes, strict=True)),
         any(split is None and size > 1 for split, size in zip(splits, sizes, strict=True)),
@@ -283,7 +287,8 @@ def _taking(parts: Iterable[_Part], layout: _Layout) -> Change:
         if isinstance(value, tuple):
             for cut in next(left).cuts:
                 value = value[cut.start : cut.start + cut.length]
-        return value
+            return value
+        return from_row_and_head(value, *layout.first)
 
     return change
 
@@ -308,7 +313,7 @@ def _part_of(name: str, tensor: Tensor, part: _Part, layout: _Layout) -> Tensor:
         with torch.no_grad():
             local = tensor.to_local()
     if type(local).__name__ == "AsyncCollectiveTensor":
-        # Any operator but a view waits for the communication and returns a plain tensor.
+        # Any operator but `view` waits for the communication and returns a plain tensor.
         local = local.unsqueeze(0).squeeze(0)
     cut = _cut(name, local, part.cuts)
     if cut is local or cut.dtype != torch.bool or is_traced(cut):

@@ -69,11 +69,13 @@ class Share:
     Attributes:
         splits: For each dimension of the mesh: "batch", "heads", or None where the call is repeated.
         cuts: For each tensor of the call, in order.
+        first: Its first batch row and its first query head.
         is_empty: There are more processes than batch rows or heads, and none is left for this one.
     """
 
     splits: tuple[str | None, ...]
     cuts: tuple[tuple[Cut, ...], ...]
+    first: tuple[int, int]
     is_empty: bool
 
 
@@ -115,8 +117,11 @@ def share_of(
             for place in product(*map(range, mesh)):
                 _cuts(tensor, splits, mesh, place, totals)
     cuts = tuple(_cuts(tensor, splits, mesh, at, totals) for tensor in tensors)
-    parts = [_needed(axis, splits, mesh, at, totals) for axis in (BATCH, HEADS) if axis in splits]
-    return Share(splits, cuts, any(start == stop for start, stop in parts))
+    rows, heads = (
+        _needed(axis, splits, mesh, at, totals) if axis in splits else None for axis in (BATCH, HEADS)
+    )
+    first = (rows[0] if rows else 0, heads[0] if heads else 0)
+    return Share(splits, cuts, first, any(part and part[0] == part[1] for part in (rows, heads)))
 
 
 def chunk(size: int, parts: Sequence[int], at: Sequence[int]) -> tuple[int, int]:

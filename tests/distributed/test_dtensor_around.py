@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from torch.utils.checkpoint import checkpoint
 
 import attnroute
-from attnroute import masks
+from attnroute import biases, masks
 from attnroute.api import dispatch
 from attnroute.integrations.transformers.attention import attention_function
 
@@ -108,6 +108,32 @@ def integrated():
 
 def test_the_function_of_transformers_takes_dtensors(two_ranks):
     two_ranks.run(integrated)
+
+
+def by_row_and_head(batch, head, query, key):
+    return key <= query + 2 * batch - head
+
+
+def moved(score, batch, head, query, key):
+    return score + batch - head * (query - key) / 4
+
+
+def asked():
+    """Functions of indices are asked about the rows and heads of the whole call."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    made, whole = tensors(mesh, [Shard(0), Shard(1)], SHAPE, SHAPE, SHAPE)
+    mask, bias = masks.Function(by_row_and_head), biases.Function(moved)
+    out = attnroute.attention(*made, mask, bias=bias, backend="chunked")
+    at = torch.meshgrid(*map(torch.arange, (2, 4, 8, 8)), indexing="ij")
+    want = attend(*whole, allowed=by_row_and_head(*at), bias=moved(0.0, *at))[0]
+    compare(out, made, want, whole)
+    free = masks.Function(lambda _b, _h, q, k: k <= q, per_batch=False, per_head=False)
+    out = attnroute.attention(*made, free, backend="chunked")
+    assert error(out.full_tensor(), attend(*whole, allowed=at[3] <= at[2])[0]) < TOLERANCE[torch.float32]
+
+
+def test_functions_are_asked_about_the_whole_call(four_ranks):
+    four_ranks.run(asked)
 
 
 def outside():

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from support.reference import TOLERANCE, attend, error
 from support.spy import Spy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.nn.attention.flex_attention import create_block_mask
 
 import attnroute
-from attnroute import biases, masks
+from attnroute import masks
 from attnroute.api import sdpa
 from attnroute.errors import ArgumentError
 
@@ -23,12 +24,8 @@ def randn(mesh, placements, *shape, seed=0):
     return distribute_tensor(full, mesh, placements).requires_grad_()
 
 
-def by_head(_batch, head, query, key):
-    return head >= query - key
-
-
-def by_row(score, batch, *_):
-    return score + batch
+def by_row(batch, _head, query, key):
+    return key <= query + batch
 
 
 def refusals():
@@ -57,8 +54,7 @@ def refusals():
         ),
         "sizes": ((heads, heads, heads), {"bias": torch.zeros(1, 2, 8, 8)}),
         "plain sink": ((heads, heads, heads), {"sink": torch.zeros(4, requires_grad=True)}),
-        "function": ((heads, heads, heads), {"mask": masks.Function(by_head)}),
-        "score function": ((rows, rows, rows), {"bias": biases.Function(by_row)}),
+        "blocks": ((rows, rows, rows), {"mask": create_block_mask(by_row, 2, None, 8, 8, device="cpu")}),
         "dropout": ((repeated, repeated, repeated), {"dropout_p": 0.5}),
     }
     found = {}
@@ -96,9 +92,8 @@ SAID = {
     "tensor, or a DTensor of it.",
     "plain sink": "sink requires a DTensor where it gets a gradient, as each process computes a part of "
     "that; got a plain tensor; pass distribute_tensor of it, with Replicate() where it is whole.",
-    "function": "state per_head=False if it does not, or pass a DTensor of what it says.",
-    "score function": "bias Function requires a function that does not read the index of batch, which each "
-    "process counts from 0; got ",
+    "blocks": "mask BlockMask requires blocks that are the same along the batch, where the call is split; "
+    "got 2 of them; make it with B=None and H=None, or pass masks.Function of its mask_mod.",
     "dropout": "dropout_p requires 0.0 where processes compute the same part, as each drops weights of its "
     "own; got 0.5; shard batch or heads on each dimension.",
 }
