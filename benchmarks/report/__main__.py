@@ -1,4 +1,4 @@
-"""Fills the tables of pages and of the demo from the committed results, and draws the pictures.
+"""Fills the tables of pages and of the demo from results and models, and draws the pictures.
 
 python -m benchmarks.report                  # needs matplotlib, which the extra `docs` brings
 python -m benchmarks.report --check          # says what is not as the results say; needs no matplotlib
@@ -16,7 +16,7 @@ from attnroute.cli._demo_recorded import FILE
 from benchmarks.report import data, pictures, tables
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "distributed.md")
 OUT = ROOT / "docs" / "benchmarks"
 
 

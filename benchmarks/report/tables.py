@@ -1,4 +1,4 @@
-"""Fills the tables of the benchmarks page and of the README: each stands between two marks."""
+"""Fills the tables of pages and of the README: each stands between two marks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.kinds import KINDS
 from benchmarks.public_figures import figures
 from benchmarks.recorded import TORCH_ONLY, Part, Record
 from benchmarks.replay import TOLERATED, Choice, Packages, choices, mean, summary
-from benchmarks.report import data
+from benchmarks.report import data, spread
 
 TITLES = {
     "dense_causal_4k": "causal mask given as a tensor, GQA 32/8, 4k tokens, forward",
@@ -250,6 +250,34 @@ def _public() -> str:
     return table(("card", "architecture", "source", "figures", "choice over best", "worst"), lines, left=3)
 
 
+def _spread() -> str:
+    """Tabulate the fastest mesh for each number of GPUs that has the memory."""
+    parts = []
+    for model, seqlen in spread.CASES:
+        rows = [_spread_row(gpus, spread.best(model, seqlen, gpus)) for gpus in spread.GPUS]
+        head = ("GPUs", "mesh", "tokens", "GiB", "products", "attention", "waiting", "tokens/s for each GPU")
+        parts += [
+            f"**{model.name}**, sequences of {seqlen:,} tokens, times in milliseconds:",
+            table(head, rows, left=3),
+        ]
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+def _spread_row(gpus: int, step: spread.Step | None) -> tuple[str, ...]:
+    if step is None:
+        return (str(gpus), "none has the memory", *[""] * 6)
+    sizes = ", ".join(f"{name}={count}" for name, count in step.mesh if count > 1)
+    times = (step.products_ms, step.attention_ms, step.waiting_ms)
+    return (
+        str(gpus),
+        sizes,
+        "whole" if step.way == "local" else step.way,
+        f"{step.gib:.1f}",
+        *(f"{ms:,.0f}" for ms in times),
+        f"{step.tokens_per_second:,.0f}",
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "gains": _gains,
     "summary": _summary,
@@ -260,5 +288,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "replay": _replay,
     "public": _public,
     "files": _files,
+    "spread": _spread,
 }
 """What may stand between two marks, by name."""

@@ -37,7 +37,7 @@ fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
 
 torch.manual_seed(1 + mesh.get_local_rank("dp"))  # Ranks of tp have the same tokens.
 rows = torch.randint(64, (2, 128), device=device)
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)  # Weights lie on several meshes.
 loss = model(input_ids=rows, labels=rows, use_cache=False).loss
 loss.backward()
 optimizer.step()
