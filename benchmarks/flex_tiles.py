@@ -40,7 +40,9 @@ sm_90 backward bf16 128/128 64,128,128,64,3,8 fp32
 sm_90 forward bf16 512/512 64,32,3,4
 sm_100 forward bf16 64/64 128,128,3,4 fp32
 sm_100 forward bf16 64/64 128,64,2,4 fp32
+sm_100 forward bf16 64/64 128,64,3,4 fp32
 sm_100 forward bf16 128/128 128,64,3,8 fp32
+sm_100 forward bf16 128/128 128,128,2,8 fp32
 sm_100 backward bf16 64/64 64,128,128,64,3,4 fp32
 sm_100 backward bf16 128/128 64,128,128,64,3,4 fp32
 sm_100 backward bf16 128/128 64,128,128,64,2,8 fp32

@@ -143,6 +143,22 @@ def test_the_backward_of_a_bias_has_tiles_at_every_length(arch, dims, seqlen):
     assert ("fwd_BLOCK_M" in options) is (seqlen >= 128)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128)])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_float32_backward_of_a_bias_keeps_the_tiles_of_16_rows(arch, dims):
+    """torch takes these for float32, and they fit; those for 16 bits would take twice as much."""
+    bias = {"kind": "dense", "dtype": "float32", "shape": [1, 8, 4096, 4096], "requires_grad": True}
+    options = dict(verdict_of(arch, dims=dims, dtype="float32", bias=bias).options)
+    assert not [name for name in options if name.startswith("bwd_")]
+
+
+@pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_107"])
+def test_tiles_of_torch_2_14_fit_beside_a_bias_on_blackwell(arch):
+    for torch, given in (("2.13.0", True), ("2.14.0", False), ("2.15.0", False)):
+        options = forward_options(arch, (64, 64), bias="float32", torch=torch)
+        assert ("fwd_BLOCK_M" in options) is given, torch
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_forward_of_short_queries_keeps_its_rows(arch):
     """The kernel for fewer than 128 queries counts on the BLOCK_M that it computes itself."""
