@@ -72,7 +72,8 @@ def test_the_record_has_the_arguments_of_the_signature_in_their_order():
         for name, argument in SIGNATURE.items()
         if argument.default is not inspect.Parameter.empty
     }
-    assert Given._field_defaults == defaults
+    # In their types too, under which a route is found: explain() has the defaults of the record.
+    assert repr(Given._field_defaults) == repr(defaults)
 
 
 def test_type_checkers_know_every_keyword_of_the_signature():
