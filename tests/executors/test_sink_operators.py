@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import backwards
 from support.cuda_operators import CudaOperators, Launches, weights_kept
 from support.reference import attend
 from support.repair_inputs import executor_of, inputs_of, lowered
@@ -246,3 +247,11 @@ def test_which_bands_leave_a_query_without_a_key(sizes, low, high):
     distance = torch.arange(seqlen_kv) - torch.arange(seqlen_q)[:, None]
     allowed = (distance >= (-99 if low is None else low)) & (distance <= (99 if high is None else high))
     assert may_be_empty(inputs) == (not allowed.any(-1).all())
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
+def test_what_autograd_may_ask_of_a_trained_sink(backend):
+    tensors, run = bound(backend, train=True)
+    with CudaOperators():
+        backwards.check_again(run, tensors)
+        backwards.check_forms(run, tensors)
