@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     if options.alone:
-        # Not override(), which calls go a longer way under.
+        # Not override(), inside of which a call also looks up what is noted of it.
         os.environ["ATTNROUTE_BACKENDS"] = PACKAGES
     torch.set_num_threads(1)
     torch.manual_seed(0)

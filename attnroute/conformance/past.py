@@ -33,7 +33,7 @@ def past(rows: Iterable[str]) -> Iterator[None]:
     with TemporaryDirectory(prefix="attnroute-") as name:
         folder = Path(name) / "tables"
         overlay(folder, rows, settings.current().tables)
-        # A block of override() would keep calls from the short way of those that repeat.
+        # override() has no tables, and a block of it would be looked up in each call that repeats.
         os.environ[_TABLES] = str(folder)
         settings.reload()
         try:
