@@ -202,8 +202,7 @@ def packed(rows, sums):
     return {"input_ids": TOKENS[:rows], "position_ids": POSITIONS[:rows], "use_cache": False, **stated}
 
 
-@pytest.mark.parametrize(("rows", "sums"), [(2, False), (1, False), (1, True)])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "rows", "sums"), [("llama", 2, False), ("gemma3", 1, True)])
 def test_packed_documents_reach_the_kernels_of_a_graph(name, rows, sums):
     with override(backend="chunked"):
         graphs = check_one_graph(using(name, "attnroute"), packed(rows, sums))
@@ -250,8 +249,7 @@ def test_a_graph_says_what_documents_it_does_not_take(wrong):
         torch.compile(mask, backend="aot_eager", fullgraph=True)(ids, positions)
 
 
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "side"), [("llama", "none"), ("gemma3", "left"), ("gemma3", "right")])
 def test_prompts_of_a_static_cache_reach_the_kernels_of_a_graph(name, side):
     """A prompt in two parts; the second one begins at a key that no graph knows."""
     graphs, cut = Graphs(), 5
