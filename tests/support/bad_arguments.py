@@ -106,7 +106,7 @@ TENSORS = {
     ),
     "heads that do not divide": (
         (QUERY, normal(2, 3, 6, 8), normal(2, 3, 6, 8)),
-        "query requires a number of heads that key's 3 heads divide; got 4; repeat key/value heads, or check",
+        "query requires a number of heads that key's 3 heads divide; got 4; repeat key/value heads, or pass",
     ),
     "no key heads": (
         (QUERY, normal(2, 0, 6, 8), normal(2, 0, 6, 8)),
