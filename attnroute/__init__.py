@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attnroute._version import __version__
 
 if TYPE_CHECKING:
-    from attnroute import biases, masks
+    from attnroute import biases, distributed, masks
     from attnroute.api.attention import attention, explain
     from attnroute.api.sdpa_block import route_sdpa
     from attnroute.api.trace import trace
@@ -95,6 +95,7 @@ __all__ = [
     "attention",
     "biases",
     "decide",
+    "distributed",
     "explain",
     "masks",
     "override",
@@ -106,7 +107,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
-    if name in ("biases", "masks"):
+    if name in ("biases", "distributed", "masks"):
         return import_module(f"attnroute.{name}")
     if name not in _HOMES:
         msg = f"module 'attnroute' has no attribute {name!r}"

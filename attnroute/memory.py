@@ -5,7 +5,8 @@ Neither has a lock, which a hit in every call would pay for, and which a fork co
 each step is one operation on a dict, and those are atomic. An entry is made first and put in place then. Of
 two threads that make the same one at once, both get what the first one put there.
 
-Nothing is kept per thread, but the blocks of `override()` and `route_sdpa()`, which end with their block.
+Nothing is kept per thread, but the blocks of `override()`, `context_parallel()` and `route_sdpa()`, which end
+with their block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The blocks of `override()` and `route_sdpa()`: which of them this thread or asyncio task has entered.
+"""The blocks of `override()`, `context_parallel()` and `route_sdpa()` that a thread or asyncio task entered.
 
 The entered blocks are kept in ContextVars and nowhere else, so each thread and each task has its own.
 """
@@ -21,7 +21,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """One block of `override()` that was entered here, on top of the blocks around it.
+    """One block that states settings and was entered here, on top of the blocks around it.
 
     Attributes:
         block: The block.
@@ -31,7 +31,7 @@ class Scope:
         task: The backward pass in which it was entered, -1 outside of one.
     """
 
-    block: Override
+    block: Stating
     below: Scope | None
     policy: Policy
     guard: str
@@ -54,15 +54,21 @@ ContextVar. It can guard an attribute of a module, which it reads again before e
 task of that run. So `__getattr__` computes this one from the ContextVar each time; nothing else keeps it.
 """
 
+on_many_ranks: bool
+"""Whether a block of `context_parallel()` is around this code; computed in the same way."""
+
 routes_sdpa: bool
 """Whether a block of `route_sdpa()` is around this code; computed in the same way, for the same guards."""
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> str:
+    def __getattr__(name: str) -> str | bool:
         if name == "override_guard":
             scope = _OVERRIDE.get()
             return "" if scope is None else scope.guard
+        if name == "on_many_ranks":
+            scope = _OVERRIDE.get()
+            return scope is not None and scope.policy.context_parallel is not None
         if name == "routes_sdpa":
             # On a thread of the autograd engine, which has torch's modes of the caller but not its context,
             # the mode that asks says it.
@@ -123,22 +129,21 @@ class Block:
             warn_user(message + " around the calls, or decorate a function with it.", OverrideWarning)
 
 
-class Override(Block):
-    """What `override()` returns.
+class Stating(Block):
+    """A block that states settings.
 
     Attributes:
         stated: What the block states.
         below: Returns the settings in force outside of every block.
     """
 
-    maker = "override"
-
     def __init__(self, stated: Policy, below: Callable[[], Policy]) -> None:
         self.stated = stated
         self.below = below
         self._used = False
 
-    def __enter__(self) -> Policy:
+    def enter(self) -> Policy:
+        """Put the settings in force, and return all that are."""
         self._used = True
         scope = _entered(self, _OVERRIDE.get(), _backward_pass())
         _OVERRIDE.set(scope)
@@ -146,6 +151,15 @@ class Override(Block):
 
     def __exit__(self, *_: object) -> None:
         _OVERRIDE.set(_left(self, _OVERRIDE.get()))
+
+
+class Override(Stating):
+    """What `override()` returns."""
+
+    maker = "override"
+
+    def __enter__(self) -> Policy:
+        return self.enter()
 
 
 def outside_of_graphs(function: Any) -> None:
@@ -158,7 +172,7 @@ def outside_of_graphs(function: Any) -> None:
 
 
 outside_of_graphs(Override.__enter__)
-outside_of_graphs(Override.__exit__)
+outside_of_graphs(Stating.__exit__)
 
 
 def _inside(block: Block, function: Any) -> Any:
@@ -179,12 +193,12 @@ def _inside(block: Block, function: Any) -> Any:
     return steered
 
 
-def _entered(block: Override, below: Scope | None, task: int) -> Scope:
+def _entered(block: Stating, below: Scope | None, task: int) -> Scope:
     policy = merge(block.below() if below is None else below.policy, block.stated)
     return Scope(block, below, policy, repr(policy.key), task)
 
 
-def _left(block: Override, scope: Scope | None) -> Scope | None:
+def _left(block: Stating, scope: Scope | None) -> Scope | None:
     """Return a scope without the innermost entry of a block: generators need not end in the order of `with`.
 
     Raises:

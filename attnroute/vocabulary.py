@@ -18,7 +18,7 @@ RuleKind = Literal["limit", "wrong_result", "crash", "hang", "slow"]
 RuleScope = Literal["call", "stock", "operator"]
 EvidenceKind = Literal["source", "probe", "measured", "issue", "docs", "inferred", "own"]
 Transform = Literal["double_backward", "forward_ad", "vmap", "export"]
-Distributed = Literal["dtensor", "context_parallel"]
+Distributed = Literal["dtensor", "context_parallel", "ring"]
 ScaleSign = Literal["positive", "zero", "negative"]
 EmptyRows = Literal["none", "some", "unknown"]
 
@@ -48,6 +48,7 @@ Feature = Literal[
     "cuda_graph",
     "dtensor",
     "context_parallel",
+    "ring",
     "double_backward",
     "forward_ad",
     "vmap",

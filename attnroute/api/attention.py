@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from attnroute.api import dispatch, repeats, routes
-from attnroute.api.intake import take
 from attnroute.api.records import Given, Options
 from attnroute.api.validate import with_names_of_torch
-from attnroute.settings import call_policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -216,7 +214,8 @@ def explain(
 
     Returns:
         The decision with every backend's verdict, hints, and what stock scaled_dot_product_attention would
-        run; ``str()`` of it is the explanation.
+        run; ``str()`` of it is the explanation. Inside of `distributed.context_parallel()` it is about the
+        call that a kernel of this rank gets, and says by which way.
 
     Raises:
         ArgumentError: An argument means nothing.
@@ -228,7 +227,7 @@ def explain(
         raise TypeError(msg)
     mask = with_names_of_torch(query, key, arguments.get("layout"), mask, attn_mask, enable_gqa)
     given = Given(query, key, value, mask, backend=backend, prefer=prefer, **arguments)
-    problem, policy = take(dispatch.on_this_process(given)), call_policy(backend, prefer)
+    problem, policy = dispatch.question(dispatch.on_this_process(given))
     if arch is not None:
         return routes.decision_on(arch, problem, policy)
     return routes.decision_of(problem, policy, advise=True)

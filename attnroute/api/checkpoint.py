@@ -12,8 +12,10 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.nn import functional
 
 from attnroute.api import routes
+from attnroute.distributed.torchs import STOCK, is_around
 from attnroute.memory import Memory
 from attnroute.question.policy import Policy, merge
 from attnroute.scopes import scope_here, stated_in
@@ -41,8 +43,16 @@ POLICIES: Memory[Hashable, Policy] = Memory(
 
 
 def is_near() -> bool:
-    """Return whether a call may be one of a checkpoint, or its policy that of a later recompute."""
-    return _saved_tensors_hooks(False) is not None or _backward_pass() != -1 or scope_here() is not None
+    """Return whether a call may be one of a checkpoint, or its policy that of a later recompute.
+
+    So it is inside of torch's context_parallel, which is in no policy yet.
+    """
+    return (
+        _saved_tensors_hooks(False) is not None
+        or _backward_pass() != -1
+        or scope_here() is not None
+        or (functional.scaled_dot_product_attention is not STOCK and is_around())
+    )
 
 
 def is_noted(key: RouteKey) -> bool:

@@ -6,17 +6,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attnroute.api import checkpoint, lengths, repeats, routes
 from attnroute.api.intake import take
 from attnroute.api.keys import key_of
 from attnroute.api.refusals import reroute
+from attnroute.distributed import torchs
 from attnroute.errors import KernelRefusedError
 from attnroute.settings import call_policy
 
 if TYPE_CHECKING:
-    from attnroute.api.records import Given, Output
+    from attnroute.api.records import Given, Output, Problem, RouteKey
     from attnroute.engine.decision import Decision
+    from attnroute.question.policy import Policy
 
 
 def holds_dtensors(given: Given) -> bool:
@@ -46,12 +49,32 @@ def is_local(given: Given) -> bool:
     return dtensors.is_local(given)
 
 
+def question(given: Given) -> tuple[Problem, Policy]:
+    """Return the call of which a kernel of this process is asked, and the settings in force.
+
+    Raises:
+        ArgumentError: The call has no meaning for a part of sequences, or cannot be shared out.
+        NoBackendError: A way that was required has no kernel.
+    """
+    problem, policy = take(given), torchs.call_policy_inside(given.backend, given.prefer)
+    if policy.context_parallel is None:
+        return problem, policy
+    # Other calls do without what this imports.
+    from attnroute.api import context_parallel
+
+    return context_parallel.described(problem, policy)
+
+
 def _decision_of(given: Given) -> Decision:
-    return routes.decision_of(take(given), call_policy(given.backend, given.prefer))
+    return routes.decision_of(*question(given))
 
 
-def run(given: Given) -> Output:
+def run(given: Given, policy: Policy | None = None) -> Output:
     """Run one call; eager calls and those of a tracer come this way.
+
+    Args:
+        given: The arguments.
+        policy: The settings in force; None = those around the call, and its own.
 
     Returns:
         The output and, where the call requests it, the log-sum-exp.
@@ -59,24 +82,25 @@ def run(given: Given) -> Output:
     if torch.is_inference_mode_enabled() and torch.is_grad_enabled():
         # Nothing is recorded there, whatever `torch.enable_grad` says, but autograd functions would try to.
         with torch.no_grad():
-            return run(given)
+            return run(given, policy)
     # Asked here, since a call that goes the short way has plain tensors.
     if not type(given.query) is type(given.key) is type(given.value) is Tensor and holds_dtensors(given):
         from attnroute.distributed import dtensors
 
         return dtensors.run(given, lambda local: repeats.run(local) or run(local), _decision_of)
     problem = take(given)
-    policy = call_policy(given.backend, given.prefer)
+    stands_alone = functional.scaled_dot_product_attention is torchs.STOCK
+    policy_of = call_policy if stands_alone else torchs.call_policy_inside
+    policy = policy or policy_of(given.backend, given.prefer)
     if problem.traced:
-        return routes.execute(routes.trace(problem, policy), problem)
+        return _traced(problem, policy)
     try:
         key = key_of(problem, policy)
         if checkpoint.is_near() or checkpoint.POLICIES.entries:
             held, is_new = checkpoint.policy_for(problem, policy, key)
             if is_new:
                 repeats.forget()
-            if held is not policy:
-                policy, key = held, key._replace(policy=held.key)
+            policy, key = held, key if held is policy else key._replace(policy=held.key)
         elif lengths.LASTING.entries:
             # Not near a checkpoint, where a recompute runs what its forward ran.
             key = lengths.lasting(key)
@@ -85,6 +109,8 @@ def run(given: Given) -> Output:
         # What no key can be made of is malformed, and the checks name the argument.
         routes.decision_of(problem, policy)
         raise error from None
+    if policy.context_parallel is not None:
+        return _on_many_ranks(problem, policy, key)
     if route is None:
         route = routes.make(problem, policy, key, is_free=not checkpoint.is_inside())
     try:
@@ -94,3 +120,16 @@ def run(given: Given) -> Output:
     # Only now is kept what was made of a new mask.
     repeats.keep(given, problem, route, key)
     return output
+
+
+def _traced(problem: Problem, policy: Policy) -> Output:
+    if policy.context_parallel is not None:
+        return _on_many_ranks(problem, policy, None)
+    return routes.execute(routes.trace(problem, policy), problem)
+
+
+def _on_many_ranks(problem: Problem, policy: Policy, key: RouteKey | None) -> Output:
+    # Other calls do without what this imports.
+    from attnroute.api import context_parallel
+
+    return context_parallel.run(problem, policy, key, run)

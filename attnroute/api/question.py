@@ -59,6 +59,7 @@ def call_of(problem: Problem, *, recognize: bool, shapes_vary: bool = False) -> 
             transform=cast("Transform | None", problem.transform),
             dispatch_mode=problem.dispatch_mode,
             shapes_vary=shapes_vary or (problem.traced and is_open(problem.extent)),
+            distributed=problem.distributed,
         ),
     )
 

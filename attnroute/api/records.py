@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from attnroute.executors.protocol import ScoreMod
-    from attnroute.vocabulary import Alignment
+    from attnroute.vocabulary import Alignment, Distributed
 
 Output = tuple[Tensor, Tensor | None]
 """What a call returns, and its log-sum-exp where that was requested."""
@@ -100,6 +100,7 @@ class Problem:
         transform: The functorch transform around the call.
         dispatch_mode: A TorchDispatchMode is active.
         no_values: The values had no features before some were added, and the output has none.
+        distributed: Its place among the calls of several ranks.
     """
 
     given: Given
@@ -119,6 +120,7 @@ class Problem:
     transform: str | None = None
     dispatch_mode: bool = False
     no_values: bool = False
+    distributed: Distributed | None = None
 
     @property
     def extent(self) -> Extent:

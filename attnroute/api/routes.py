@@ -266,15 +266,23 @@ def _question(
 def execute(route: Route, problem: Problem, keeper: Keeper | None = None) -> Output:
     """Run one call along its route. The result has the layout of the user's tensors."""
     inputs = inputs_of(route, problem, keeper)
-    if LISTENERS:
-        return _listened_to(route, problem, inputs)
-    return problem.in_given_layout(*run_repaired(route.executor, inputs, route.plan))
-
-
-def _listened_to(route: Route, problem: Problem, inputs: Inputs) -> Output:
-    def run() -> Output:
+    if not LISTENERS:
         return problem.in_given_layout(*run_repaired(route.executor, inputs, route.plan))
+    return heard(
+        route,
+        problem,
+        lambda: problem.in_given_layout(*run_repaired(route.executor, inputs, route.plan)),
+    )
 
+
+def heard(route: Route, problem: Problem, run: Callable[[], Output]) -> Output:
+    """Run a call in the hearing of all who listen.
+
+    Args:
+        route: Its route.
+        problem: The call.
+        run: Does what the call does.
+    """
     for listener in dict.fromkeys(LISTENERS):
         run = partial(listener, route, problem, run)
     return run()

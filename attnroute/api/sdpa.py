@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from attnroute import scopes
 from attnroute.api import dispatch
 from attnroute.api.attention import attention
 from attnroute.api.intake import DEVICES
 from attnroute.api.records import Given
+from attnroute.errors import ArgumentError
 from attnroute.masks.tracing import innermost_transform
 from attnroute.question.fits import LARGEST
 
@@ -49,9 +51,14 @@ def scaled_dot_product_attention(
         is_causal: Causal from the top left corner.
         scale: Factor on the scores; None = head_dim_qk ** -0.5.
         enable_gqa: Query heads share key/value heads.
+
+    Raises:
+        ArgumentError: Inside of `distributed.context_parallel()` the call would be torch's own.
     """
     given = given_of(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if given is None or not _may_be_routed():
+        if scopes.on_many_ranks:
+            raise _left_to_torch()
         return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     out = attention(
         given.query,
@@ -66,6 +73,14 @@ def scaled_dot_product_attention(
     if query.dim() == _BATCHED:
         return out
     return out[0] if query.dim() < _BATCHED else out.unflatten(0, query.shape[:-3])
+
+
+def _left_to_torch() -> ArgumentError:
+    required = (
+        "scaled_dot_product_attention inside of context_parallel() requires a call that attention() takes"
+    )
+    got = "one that torch would run, on this rank's tokens alone (shapes that broadcast, or MATH alone)"
+    return ArgumentError(f"{required}; got {got}; make it outside of the block.")
 
 
 def given_of(

@@ -218,7 +218,7 @@ def _shortened(call: Call, seqlen_q: int, seqlen_kv: int, mask: tuple[MaskNode, 
         seqlen_kv=seqlen_kv,
         mask=tuple(_cut(node, counts, False) for node in mask),
         bias=bias,
-        context=Context(**{**dict(call.context), "distributed": "context_parallel"}),
+        context=Context(**{**dict(call.context), "distributed": "ring"}),
     )
 
 

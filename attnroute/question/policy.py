@@ -66,6 +66,8 @@ class Policy(Plain):
         tables: Overlay folder; a relative path is one of the directory in which the policy was made.
         tuning: `attention()` reads what `attnroute tune` measured: from the user's data, or from this file.
         measured: What was read there about the call; `decide()` reads nothing by itself.
+        context_parallel: Query, key and value are one rank's part of sequences: whose, as
+            `distributed.context_parallel()` names it.
         transform: "double_backward" when the caller will differentiate twice, which no tensor shows.
         failed: Backends whose kernel was refused before its launch for calls like this one in this process,
             each with its error.
@@ -85,6 +87,7 @@ class Policy(Plain):
     tables: Annotated[Path, AfterValidator(Path.absolute)] | None = None
     tuning: bool | Annotated[Path, AfterValidator(Path.absolute)] = True
     measured: Measured | None = None
+    context_parallel: str | None = None
     transform: str | None = None
     failed: tuple[tuple[str, str], ...] = ()
     origin: dict[str, str] = Field(default_factory=dict)
@@ -106,6 +109,7 @@ class Policy(Plain):
             self.tables,
             self.tuning,
             self.measured,
+            self.context_parallel,
             self.transform,
             self.failed,
         )

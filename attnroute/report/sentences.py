@@ -263,6 +263,7 @@ def settings(policy: Policy) -> list[str]:
         "expected_calls": f"{policy.expected_calls:,}" if "expected_calls" in policy.origin else "",
         "tables": str(policy.tables or ""),
         "tuning": "off" if policy.tuning is False else "" if policy.tuning is True else str(policy.tuning),
+        "context_parallel": policy.context_parallel,
         "transform": policy.transform,
     }
     return [f"{words(name)} {value} ({policy.origin_of(name)})" for name, value in stated.items() if value]

@@ -99,8 +99,7 @@ def fresh_compiler():
 
 def test_explain_takes_what_attention_takes(monkeypatch):
     found = []
-    monkeypatch.setattr("attnroute.api.attention.take", found.append)
-    monkeypatch.setattr("attnroute.api.attention.call_policy", lambda *_: None)
+    monkeypatch.setattr("attnroute.api.dispatch.question", lambda given: (found.append(given), None))
     monkeypatch.setattr(routes, "decision_of", lambda *_, **__: None)
     attnroute.explain(*positional(VALUES), **named(VALUES))
     assert shown(found[0]) == shown(Given(**VALUES))

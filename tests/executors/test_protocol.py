@@ -25,11 +25,19 @@ def repairs_of(backend):
         yield from (row.rule.repair for row in tables.rules(arch, backend) or ())
 
 
+def goes_round(backend):
+    tables = load()
+    answers = (tables.answers(arch, backend).get("ring") for arch in ("any", *tables.arch_names))
+    return any(answer is not None and answer.value is True for answer in answers)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_runs_and_has_the_directions_that_its_repairs_need(backend):
     found = registry.executor(backend, BACKENDS[backend].module)
     assert isinstance(found, Executor)
-    assert (found.pair is not None) is not LOG_SUM_EXP.isdisjoint(repairs_of(backend))
+    assert (found.pair is not None) is (
+        goes_round(backend) or not LOG_SUM_EXP.isdisjoint(repairs_of(backend))
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -102,11 +102,11 @@ def test_a_causal_ring_is_balanced():
     own, others = ring(parse(CAUSAL), 4)
     assert (own.times, render(own.call)) == (
         1,
-        "bf16 b4 hq32 hkv8 sq1024 skv1024 d128 causal train context_parallel",
+        "bf16 b4 hq32 hkv8 sq1024 skv1024 d128 causal train ring",
     )
     assert (others.times, render(others.call)) == (
         3,
-        "bf16 b4 hq32 hkv8 sq1024 skv512 d128 train context_parallel",
+        "bf16 b4 hq32 hkv8 sq1024 skv512 d128 train ring",
     )
 
 

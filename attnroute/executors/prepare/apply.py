@@ -27,7 +27,7 @@ from attnroute.masks.lowered.dense import additive, build, empty_rows
 from attnroute.masks.lowered.form import FULL, Extent, LoweredMask
 from attnroute.masks.tracing import address, is_tracing
 from attnroute.memory import cached
-from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE
+from attnroute.vocabulary import GRID_LIMIT, HEAD_DIM_MULTIPLE, Repair
 
 PREPARED_LIMIT_BYTES: Final = 2**30
 """A prepared mask larger than this is made anew each call instead of being kept with its owner."""
@@ -44,6 +44,8 @@ _OF_MASKS = frozenset(
 )
 """Repairs that need nothing but what is made once for each mask."""
 _WITH_SINK = _OF_MASKS | {"sink_from_lse"}
+PER_TENSOR: Final[frozenset[Repair]] = frozenset({"expand_kv", "pad_head_dim", "contiguous"})
+"""Repairs of query, key and value, whatever the mask."""
 
 
 def run_repaired(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
@@ -63,7 +65,7 @@ def run_repaired(executor: Executor, inputs: Inputs, plan: Plan) -> Output:
     nothing = inputs.mask.is_full and inputs.bias is None
     inputs.attn = _dense(inputs, repairs) if repairs & _DENSE and not nothing else _as_given(inputs)
     head_dim_v = inputs.value.shape[-1]
-    _prepare_qkv(inputs, repairs)
+    prepare_qkv(inputs, repairs)
     sink = inputs.sink if "sink_from_lse" in repairs else None
     if "backward_from_chunked" in repairs:
         out, lse = run_pair(executor, inputs, plan)
@@ -106,7 +108,7 @@ def bind(executor: Executor, inputs: Inputs, plan: Plan, given: object) -> Bound
     uncleared = inputs
     if repairs or attn is not None:
         inputs = replace(inputs, attn=attn)
-        _prepare_qkv(inputs, repairs)
+        prepare_qkv(inputs, repairs)
     run = _of_kernel(executor, inputs, plan, sinks=sinks)
     if run is None and not spared:
         run = _in_general(executor, inputs, plan, sinks=sinks)
@@ -281,7 +283,8 @@ def _band(mask: LoweredMask, extent: Extent, dtype: torch.dtype) -> Tensor:
         return allowed if dtype == torch.bool else additive(allowed, None, dtype)
 
 
-def _prepare_qkv(inputs: Inputs, repairs: frozenset[str]) -> None:
+def prepare_qkv(inputs: Inputs, repairs: frozenset[str]) -> None:
+    """Make the repairs of query, key and value."""
     if "clear_left_out" in repairs and inputs.mask.key_keep is not None:
         inputs.key, inputs.value = cleared(inputs)
     if "expand_kv" in repairs:

@@ -39,7 +39,7 @@ WORDS: Final[dict[str, str]] = {
     "shapes_vary": "calls like it come with other lengths and batch sizes, so few share a plan for one shape",
     "dynamic=seqlen_q,seqlen_kv": "sizes that may change",
     "double_backward or forward_ad or vmap or export": "transform around the call",
-    "dtensor or context_parallel": "how the call is distributed",
+    "dtensor or context_parallel or ring": "how the call is distributed",
 }
 """Every word, with its meaning."""
 
@@ -77,7 +77,7 @@ CONTEXT: Final[dict[str, tuple[str, object]]] = {
     "dispatch_mode": ("dispatch_mode", True),
     "shapes_vary": ("shapes_vary", True),
     **{word: ("transform", word) for word in ("double_backward", "forward_ad", "vmap", "export")},
-    **{word: ("distributed", word) for word in ("dtensor", "context_parallel")},
+    **{word: ("distributed", word) for word in ("dtensor", "context_parallel", "ring")},
 }
 NUMBERS: Final = {"softcap": "softcap", "dropout": "dropout_p"}
 TENSOR: Final[dict[str, tuple[str, object]]] = {
