@@ -37,6 +37,8 @@ _POINTERS: Final = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 _CASES: Final = """
 sm_90 forward bf16 64/64 128,128,3,4 fp32
 sm_90 backward bf16 128/128 64,128,128,64,3,8 fp32
+sm_90 backward fp32 128/128 64,128,128,64,2,8 fp32
+sm_90 backward fp32 128/128 16,16,16,16,1,4 fp32
 sm_90 forward bf16 512/512 64,32,3,4
 sm_100 forward bf16 64/64 128,128,3,4 fp32
 sm_100 forward bf16 64/64 128,64,2,4 fp32
