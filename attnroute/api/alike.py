@@ -94,7 +94,9 @@ def alike(arguments: tuple[Any, ...]) -> Alike:
             return _NOWHERE
         if of_mask is _BIAS:
             tensors = (*tensors, mask)
-    if not (bias is sink is alibi_slopes is None):
+    if sink is not None and bias is alibi_slopes is None:
+        others, tensors, passed = "sink", (*tensors, sink), (*passed, sink)
+    elif not (bias is sink is alibi_slopes is None):
         others = (bias is None, sink is None, alibi_slopes is None)
         tensors = (*tensors, *[t for t in (bias, sink, alibi_slopes) if t is not None])
         passed = (query, key, value, mask if bias is None else bias, *(() if sink is None else (sink,)))
