@@ -83,7 +83,7 @@ def _on_mesh(asked: Question, args: argparse.Namespace) -> int:
 
 
 def _worst(way: Way, tables: Tables) -> int:
-    codes = [exit_code(turn.decision, tables) for part in way.parts for turn in part.turns]
+    codes = [exit_code(step.decision, tables) for part in way.parts for step in part.steps]
     return max(codes, default=NoBackendError.exit_code)
 
 

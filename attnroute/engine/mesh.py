@@ -1,8 +1,8 @@
 """`plan`: what one call becomes on the ranks of a mesh: local calls, decisions, bytes, times, memory.
 
 Heads and batch rows need no communication of attention itself. Tokens do, in one of two ways: in a ring the
-keys and values pass through all ranks while each computes with what it has, and an exchange gives each rank
-all tokens of fewer heads. What is passed on in a ring is hidden behind the computing of the same turn.
+keys and values pass through all ranks while each computes with what it has, and Ulysses exchanges tokens for
+heads. What is passed on in a ring is hidden behind the computing of the same step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attnroute.question.policy import Policy
 from attnroute.tables.folders import Tables
 from attnroute.vocabulary import DTYPE_BYTES
 
-WayName = Literal["local", "ring", "exchange"]
+WayName = Literal["local", "ring", "ulysses"]
 _SUM_BYTES = 4
 """Sums of gradients that pass through a ring are float32."""
 
@@ -33,7 +33,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Turn(_Part):
+class Step(_Part):
     """One kind of attention call that a rank makes.
 
     Attributes:
@@ -50,11 +50,11 @@ class Part(_Part):
 
     Attributes:
         ranks: How many they are.
-        turns: Their attention calls, in this order.
+        steps: Their attention calls, in this order.
     """
 
     ranks: int
-    turns: tuple[Turn, ...]
+    steps: tuple[Step, ...]
 
 
 class Transfer(_Part):
@@ -82,7 +82,7 @@ class Way(_Part):
     """One way of spreading the call.
 
     Attributes:
-        name: "local" where tokens stay whole, else "ring" or "exchange".
+        name: "local" where tokens stay whole, else "ring" or "ulysses".
         refused: Why it cannot be gone, a sentence; empty where it can.
         parts: What ranks do, those with the most first.
         transfers: What each of those sends.
@@ -105,7 +105,7 @@ class Way(_Part):
     @property
     def is_possible(self) -> bool:
         """Whether every call of every rank can run."""
-        return not self.refused and all(t.decision.selected for part in self.parts for t in part.turns)
+        return not self.refused and all(t.decision.selected for part in self.parts for t in part.steps)
 
     @property
     def ms(self) -> float | None:
@@ -141,7 +141,7 @@ def plan(call: Call, mesh: Mesh, host: Host, tables: Tables, policy: Policy) -> 
     whole = decide(call, host, tables, policy)
     planner = _Planner(mesh, host, tables, policy, fabric_of(tables, host))
     found = split.shares(call, mesh)
-    names: tuple[WayName, ...] = ("ring", "exchange") if mesh.cp > 1 else ("local",)
+    names: tuple[WayName, ...] = ("ring", "ulysses") if mesh.cp > 1 else ("local",)
     fabric = planner.fabric
     spans = fabric is not None and mesh.ranks > fabric.gpus
     return Plan(
@@ -167,20 +167,20 @@ class _Planner:
     def _way(self, name: WayName, found: list[split.Share]) -> Way:
         cp, most, copies = self.mesh.cp, found[0], 1
         if name == "ring":
-            turns = [split.ring(share.call, cp) for share in found]
-        elif name == "exchange":
-            cut = [split.exchanged(share.call, cp) for share in found]
-            copies, turns = cut[0][1], [[split.Turn(call, 1)] for call, _ in cut]
+            steps = [split.ring(share.call, cp) for share in found]
+        elif name == "ulysses":
+            cut = [split.ulysses(share.call, cp) for share in found]
+            copies, steps = cut[0][1], [[split.Step(call, 1)] for call, _ in cut]
         else:
-            turns = [[split.Turn(share.call, 1)] for share in found]
+            steps = [[split.Step(share.call, 1)] for share in found]
         parts = tuple(
-            Part(ranks=share.ranks, turns=tuple(map(self._decided, its)))
-            for share, its in zip(found, turns, strict=True)
+            Part(ranks=share.ranks, steps=tuple(map(self._decided, its)))
+            for share, its in zip(found, steps, strict=True)
         )
-        tokens = {"ring": self._passed_on, "exchange": self._exchanged}.get(name)
+        tokens = {"ring": self._passed_on, "ulysses": self._exchanged}.get(name)
         moved = [] if tokens is None else [tokens(most.call, copies)]
         sums = self._summed(most)
-        attention = _sum([_ms(turn.decision, turn.times) for turn in parts[0].turns])
+        attention = _sum([_ms(step.decision, step.times) for step in parts[0].steps])
         return Way(
             name=name,
             parts=parts,
@@ -191,11 +191,11 @@ class _Planner:
             waiting_ms=_sum([self._waited(one, attention) for one in (*moved, *sums)]),
         )
 
-    def _decided(self, turn: split.Turn) -> Turn:
-        return Turn(times=turn.times, decision=decide(turn.call, self.host, self.tables, self.policy))
+    def _decided(self, step: split.Step) -> Step:
+        return Step(times=step.times, decision=decide(step.call, self.host, self.tables, self.policy))
 
     def _waited(self, transfer: Transfer, attention_ms: float | None) -> float | None:
-        """Return the time in which a rank waits for a transfer: of a ring what its turns do not hide."""
+        """Return the time in which a rank waits for a transfer: of a ring what its steps do not hide."""
         if transfer.how != "passed_on" or transfer.ms is None:
             return transfer.ms
         if attention_ms is None:
@@ -209,7 +209,7 @@ class _Planner:
         total = own * (2 if trains else 1)
         if name == "ring":
             return total + keys + (_sums(call) // cp if trains else 0)
-        if name == "exchange":
+        if name == "ulysses":
             return total + (own + keys * (copies - 1)) * (2 if trains else 1)
         return total
 
@@ -230,7 +230,7 @@ class _Planner:
         )
 
     def _exchanged(self, call: Call, copies: int) -> Transfer:
-        """Return what an exchange moves: the inputs at once, then the output; their gradients likewise."""
+        """Return what Ulysses moves: the inputs at once, then the output; their gradients likewise."""
         cp, trains = self.mesh.cp, call.phase == "training"
         keys = key_bytes(call) // cp
         queries = tensor_bytes(call) // cp - keys

@@ -7,6 +7,7 @@ largest, the last ones smaller. Tokens go over `cp`, and only evenly.
 from __future__ import annotations
 
 from collections import Counter
+from math import gcd
 from typing import Annotated, Final, NamedTuple
 
 from pydantic import Field
@@ -58,7 +59,7 @@ class Share(NamedTuple):
     readers: int
 
 
-class Turn(NamedTuple):
+class Step(NamedTuple):
     """One kind of attention call that a rank of a ring makes, and how often."""
 
     call: Call
@@ -105,7 +106,7 @@ def shares(call: Call, mesh: Mesh) -> list[Share]:
     ]
 
 
-def ring(call: Call, cp: int) -> list[Turn]:
+def ring(call: Call, cp: int) -> list[Step]:
     """Return the calls of one rank of a ring: its queries stay, keys and values come from rank to rank.
 
     A ring that is causal and no more is balanced: each rank has a piece of the front and one of the back, and
@@ -123,19 +124,24 @@ def ring(call: Call, cp: int) -> list[Turn]:
     queries, keys = call.seqlen_q // cp, call.seqlen_kv // cp
     own = _shortened(call, queries, keys, call.mask)
     if cp == 1 or not is_causal:
-        return [Turn(own, cp)]
-    return [Turn(own, 1), Turn(_shortened(call, queries, keys // _HALVES, ()), cp - 1)]
+        return [Step(own, cp)]
+    return [Step(own, 1), Step(_shortened(call, queries, keys // _HALVES, ()), cp - 1)]
 
 
-def exchanged(call: Call, cp: int) -> tuple[Call, int]:
+def ulysses(call: Call, cp: int) -> tuple[Call, int]:
     """Return the call of a rank with all tokens and some heads, and how often key/value heads are copied.
 
     Raises:
-        ArgumentError: `cp` does not divide the tokens or the heads.
+        ArgumentError: `cp` does not divide the tokens or the query heads.
     """
     _tokens(call, cp)
-    heads, copies = _heads(call, cp, "cp", even=True)
-    return _narrowed(call, call.batch, *heads[0]), copies
+    num_q, num_kv = call.num_heads_q, call.num_heads_kv
+    if num_q % cp:
+        choice = ", ".join(str(n) for n in range(1, num_q + 1) if num_q % n == 0)
+        required = f"query heads that it divides; got {num_q}; choose one of {choice}"
+        raise ArgumentError(f"--mesh cp={cp} requires {required}.")
+    copies = cp // gcd(num_kv, cp)
+    return _narrowed(call, call.batch, num_q // cp, num_kv * copies // cp), copies
 
 
 def pieces(count: int, parts: int) -> list[int]:
@@ -153,22 +159,19 @@ def _pieces(name: str, parts: int, count: int, of: str) -> list[int]:
     return found
 
 
-def _heads(
-    call: Call, parts: int, name: str = "tp", *, even: bool = False
-) -> tuple[list[tuple[int, int]], int]:
+def _heads(call: Call, tp: int) -> tuple[list[tuple[int, int]], int]:
     """Return query and key/value heads of each rank, and how many ranks share the latter."""
     num_q, num_kv = call.num_heads_q, call.num_heads_kv
-    if num_kv < parts and parts % max(1, num_kv) == 0 and num_q % parts == 0:
-        return [(num_q // parts, 1)] * parts, parts // num_kv
-    queries, keys = pieces(num_q, parts), pieces(num_kv, parts)
-    fits = all(keys) and all(q * num_kv == k * num_q for q, k in zip(queries, keys, strict=True))
-    if not fits or (even and num_kv % parts):
+    if num_kv < tp and tp % max(1, num_kv) == 0 and num_q % tp == 0:
+        return [(num_q // tp, 1)] * tp, tp // num_kv
+    queries, keys = pieces(num_q, tp), pieces(num_kv, tp)
+    if not all(keys) or any(q * num_kv != k * num_q for q, k in zip(queries, keys, strict=True)):
         cut = f"in torch's pieces ranks have {_told(queries)} query heads and {_told(keys)} key/value heads"
         choice = ", ".join(str(n) for n in range(1, num_q + 1) if num_q % n == 0 and _divides(n, num_kv))
         required = "key/value heads that it divides, or that divide it, and query heads that it divides"
         got = f"{num_q} query and {num_kv} key/value heads"
         clause = f"{cut}, which is uneven; choose one of {choice}"
-        raise ArgumentError(f"--mesh {name}={parts} requires {required}; got {got}; {clause}.")
+        raise ArgumentError(f"--mesh tp={tp} requires {required}; got {got}; {clause}.")
     return list(zip(queries, keys, strict=True)), 1
 
 
@@ -208,7 +211,7 @@ _Sizes = tuple[dict[int, int], ...]
 
 
 def _shortened(call: Call, seqlen_q: int, seqlen_kv: int, mask: tuple[MaskNode, ...]) -> Call:
-    """Return the call of one turn of a ring."""
+    """Return the call of one step of a ring."""
     counts: _Sizes = ({}, {}, {call.seqlen_q: seqlen_q}, {call.seqlen_kv: seqlen_kv})
     bias = call.bias
     if bias is not None and bias.kind == "dense":

@@ -39,11 +39,11 @@ def plan_json(plan: Plan, *, verbose: bool = False) -> str:
     if not verbose:
         data["whole"] = _short(plan.whole)
         for way, told in zip(plan.ways, data["ways"], strict=True):
-            turns = (turn for part in way.parts for turn in part.turns)
-            for turn, said in zip(
-                turns, (turn for part in told["parts"] for turn in part["turns"]), strict=True
+            steps = (step for part in way.parts for step in part.steps)
+            for step, said in zip(
+                steps, (step for part in told["parts"] for step in part["steps"]), strict=True
             ):
-                said["decision"] = _short(turn.decision)
+                said["decision"] = _short(step.decision)
     return document(data)
 
 

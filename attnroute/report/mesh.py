@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _NAMES: Final = {
     "local": "each rank has all tokens of its batch rows and heads, and attention moves nothing between them",
     "ring": "each rank keeps its queries; keys and values pass through all ranks",
-    "exchange": "ranks exchange tokens for heads (Ulysses), and each computes with all tokens",
+    "ulysses": "ranks exchange tokens for heads, and each computes with all tokens of some heads",
 }
 _MOVES: Final = {
     "passed_on": "keys and values pass through the ring{back}",
@@ -82,11 +82,11 @@ def _way(way: Way, plan: Plan) -> list[Line]:
 
 def _part(part: Part, *, uneven: bool) -> list[Line]:
     lines = []
-    for turn in part.turns:
+    for step in part.steps:
         who = _ranks(part.ranks) if uneven else "each rank"
-        often = f", {turn.times} times" if turn.times > 1 else ""
-        lines.append(Line(render(turn.decision.call), f"{' ' * 11}- {who}{often}: ", wraps=False))
-        lines.append(Line(_chosen(turn.decision), " " * 13, " " * 13))
+        often = f", {step.times} times" if step.times > 1 else ""
+        lines.append(Line(render(step.decision.call), f"{' ' * 11}- {who}{often}: ", wraps=False))
+        lines.append(Line(_chosen(step.decision), " " * 13, " " * 13))
     return lines
 
 
@@ -108,7 +108,7 @@ def _transfer(transfer: Transfer) -> str:
 
 def _lost(way: Way, plan: Plan) -> dict[str, list[str]]:
     """Return the backends that could run the whole call and no call of this way, by their reasons."""
-    decisions = [turn.decision for part in way.parts for turn in part.turns]
+    decisions = [step.decision for part in way.parts for step in part.steps]
     gone = [name for name in plan.whole.order if any(name not in d.order for d in decisions)]
     verdicts = [next(d.verdict(name) for d in decisions if name not in d.order) for name in gone]
     return by_reason(verdicts)
@@ -121,7 +121,7 @@ def _total(way: Way) -> str:
     if way.waiting_ms is None:
         return attention
     hidden = any(transfer.how == "passed_on" for transfer in way.transfers)
-    waits = "of waiting that its turns do not hide" if hidden else "of waiting"
+    waits = "of waiting that its steps do not hide" if hidden else "of waiting"
     return f"{way.ms:.3g} ms: {attention} and {way.waiting_ms:.3g} ms {waits}" if way.transfers else attention
 
 

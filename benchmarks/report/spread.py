@@ -73,7 +73,7 @@ class Step:
 
     Attributes:
         mesh: The mesh.
-        way: How tokens go: "local", "ring" or "exchange".
+        way: How tokens go: "local", "ring" or "ulysses".
         gib: Memory of one GPU.
         products_ms: Matrix products.
         attention_ms: Attention.

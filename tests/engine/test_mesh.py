@@ -51,13 +51,13 @@ def test_a_ring_passes_keys_and_values_on():
     assert planned(LONG, "cp=4").ways[0].transfers[0].backward_bytes == 0
 
 
-def test_an_exchange_moves_all_but_its_own_part():
-    ring, exchange = planned(f"{LONG} train", "cp=4").ways
-    (moved,) = exchange.transfers
+def test_ulysses_moves_all_but_its_own_part():
+    ring, ulysses = planned(f"{LONG} train", "cp=4").ways
+    (moved,) = ulysses.transfers
     own = (32 + 8) * 2 * 2048 * 128 * 2
     assert moved.forward_bytes == moved.backward_bytes == own * 3 // 4
-    assert exchange.parts[0].turns[0].decision.call.seqlen_q == 8192
-    assert [turn.times for turn in ring.parts[0].turns] == [1, 3]
+    assert ulysses.parts[0].steps[0].decision.call.seqlen_q == 8192
+    assert [step.times for step in ring.parts[0].steps] == [1, 3]
 
 
 def test_key_heads_are_copied_where_ranks_are_more():
@@ -88,7 +88,7 @@ def test_uneven_heads_are_said():
     assert "uneven: every rank waits for those with the most" in told
 
 
-def test_turns_hide_what_is_passed_on():
+def test_steps_hide_what_is_passed_on():
     ring = planned("bf16 b4 hq32 hkv8 sq65536 d128 causal train", "cp=4").ways[0]
     assert ring.transfers[0].ms > 1
     assert ring.waiting_ms == 0
@@ -98,9 +98,9 @@ def test_turns_hide_what_is_passed_on():
 
 
 def test_where_no_link_is_known_bytes_are_still_said():
-    ring, exchange = planned("fp32 b1 hq8 sq512 d64", "cp=2", CPU).ways
-    assert exchange.transfers[0].forward_bytes > 0
-    assert exchange.transfers[0].ms is None
+    ring, ulysses = planned("fp32 b1 hq8 sq512 d64", "cp=2", CPU).ways
+    assert ulysses.transfers[0].forward_bytes > 0
+    assert ulysses.transfers[0].ms is None
     assert ring.is_possible
     assert "no time of communication" in text_of("fp32 b1 hq8 sq512 d64", "cp=2", CPU)
 
@@ -153,12 +153,12 @@ def test_json_has_the_local_calls_and_decisions(capsys):
     data = json.loads(capsys.readouterr().out)
     assert code == 0
     assert data["mesh"] == {"dp": 1, "cp": 4, "tp": 2}
-    ring, exchange = data["ways"]
-    turn = ring["parts"][0]["turns"][0]
-    assert turn["decision"]["call"]["num_heads_q"] == 16
-    assert turn["decision"]["call"]["context"]["distributed"] == "ring"
-    assert {f["outcome"] for v in turn["decision"]["verdicts"] for f in v["findings"]} <= {"fail", "unknown"}
-    assert exchange["transfers"][0]["ms"] > 0
+    ring, ulysses = data["ways"]
+    step = ring["parts"][0]["steps"][0]
+    assert step["decision"]["call"]["num_heads_q"] == 16
+    assert step["decision"]["call"]["context"]["distributed"] == "ring"
+    assert {f["outcome"] for v in step["decision"]["verdicts"] for f in v["findings"]} <= {"fail", "unknown"}
+    assert ulysses["transfers"][0]["ms"] > 0
     assert data["link"] == ["NVLink 4", 370.8, 8]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attnroute.errors import ArgumentError
 from attnroute.question.line import parse, render
-from attnroute.question.mesh import Mesh, exchanged, mesh_of, pieces, ring, shares
+from attnroute.question.mesh import Mesh, mesh_of, pieces, ring, shares, ulysses
 
 CAUSAL = "bf16 b4 hq32 hkv8 sq4096 d128 causal train"
 
@@ -111,10 +111,10 @@ def test_a_causal_ring_is_balanced():
 
 
 @pytest.mark.parametrize("mask", ["", "window=63,0", "causal documents"])
-def test_other_rings_have_equal_turns(mask):
-    (turn,) = ring(parse(f"bf16 b1 hq8 sq1024 d64 {mask}"), 4)
-    assert turn.times == 4
-    assert (turn.call.seqlen_q, turn.call.seqlen_kv) == (256, 256)
+def test_other_rings_have_equal_steps(mask):
+    (step,) = ring(parse(f"bf16 b1 hq8 sq1024 d64 {mask}"), 4)
+    assert step.times == 4
+    assert (step.call.seqlen_q, step.call.seqlen_kv) == (256, 256)
 
 
 @settings(max_examples=40)
@@ -141,13 +141,18 @@ def test_a_causal_ring_has_one_diagonal():
         ring(parse("bf16 b1 hq8 sq64 skv128 d64 causal=bottom_right"), 4)
 
 
-def test_an_exchange_leaves_all_tokens():
-    call, copies = exchanged(parse(CAUSAL), 8)
+def test_ulysses_leaves_all_tokens():
+    call, copies = ulysses(parse(CAUSAL), 8)
     assert (render(call), copies) == ("bf16 b4 hq4 hkv1 sq4096 skv4096 d128 causal train", 1)
-    call, copies = exchanged(parse(CAUSAL), 16)
+    call, copies = ulysses(parse(CAUSAL), 16)
     assert (render(call), copies) == ("bf16 b4 hq2 hkv1 sq4096 skv4096 d128 causal train", 2)
 
 
-def test_an_exchange_takes_no_uneven_heads():
+def test_ulysses_copies_key_heads_that_the_ranks_do_not_divide():
+    call, copies = ulysses(parse("bf16 b1 hq24 hkv6 sq64 d64"), 4)
+    assert (call.num_heads_q, call.num_heads_kv, copies) == (6, 3, 2)
+
+
+def test_ulysses_takes_no_uneven_heads():
     with pytest.raises(ArgumentError, match="choose one of 1, 2, 4, 8"):
-        exchanged(parse("bf16 b1 hq8 sq48 d64"), 3)
+        ulysses(parse("bf16 b1 hq8 sq48 d64"), 3)
