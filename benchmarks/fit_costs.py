@@ -47,10 +47,6 @@ SOURCES: Final = {
 FAR: Final = 0.5
 """Power of the fastest backend's time over its own with which the call of a backend counts: the further it is
 behind, the less an error changes who is first."""
-CHANGED: Final = {("h200-torch2.11-sweep", "chunked")}
-"""Backends whose host became faster after a result."""
-CHEAPER: Final = frozenset({"sink_from_lse", "clear_left_out"})
-"""Repairs that cost the host less since the first of the results."""
 FIRST: Final = next(iter(SOURCES))
 ARCH: Final = "sm_90"
 SMS: Final = 132.0
@@ -141,10 +137,7 @@ def _points_of(record: Record, hosts: dict[str, list[Sample]]) -> Iterator[tuple
         is_fit = record.part == "fit"
         forward = "forward_few" if work.is_few else "forward"
         yield backend, forward, Point(work, time.forward_ms, is_fit, record.id, weight)
-        is_stale = (record.source, backend) in CHANGED or (
-            record.source == FIRST and not CHEAPER.isdisjoint(judgement.repairs)
-        )
-        if is_fit and time.host_us is not None and not is_stale:
+        if is_fit and time.host_us is not None:
             steps = steps_of(final)
             others = [t.first_ms for t in record.times.values() if t.first_ms is not None]
             first = None if time.first_ms is None else time.first_ms - min(others)

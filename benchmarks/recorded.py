@@ -166,12 +166,13 @@ def _of_step(found: dict[str, Any]) -> Time | None:
     if "status" in found or "fwd_ms" not in found:
         return None
     device = found["fwd_ms"] + found.get("bwd_ms", 0.0)
-    host_us = found["fwd_host_us"]
-    if "bwd_ms" in found:
+    # Calls that an older sweep of longer device times stands for say nothing about today's host.
+    host_us = found.get("fwd_host_us")
+    if host_us is not None and "bwd_ms" in found:
         host_us = IN_A_ROW * (host_us + found["bwd_host_us"])
     deviation = found.get("deviation", 0.0)
     return Time(
-        max(device, host_us / 1e3),
+        max(device, (host_us or 0.0) / 1e3),
         device,
         found["fwd_ms"],
         found.get("bwd_ms"),
