@@ -204,6 +204,19 @@ def test_shared_heads_of_partial_width_are_not_packed_before_b31(arch, fields, u
         assert dict(found.options) == ({"pack_gqa": False} if expected else {})
 
 
+@pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_110"])
+def test_shared_heads_are_expanded_where_sums_of_narrow_values_find_no_room(arch):
+    """Compiled with 4.0.0b36: (128, 64) fails, (96, 64) and heads of their own do not."""
+    for heads, size, repairs in (
+        (MQA, dims(128, 64), ("expand_kv",)),
+        (MQA, dims(128), ()),
+        (MQA, dims(96, 64), ()),
+        (MHA, dims(128, 64), ()),
+    ):
+        found = verdict("fa4", fa4(36)["versions"], arch, TRAINING | heads | size)
+        assert (found.status, found.repairs) == ("eligible", repairs), size
+
+
 def test_the_compiler_of_a_release_is_one_that_it_asks_for():
     """The pairs of these tests are pairs that the rows let pass."""
     for release in RELEASES:
