@@ -187,6 +187,22 @@ def test_short_queries_run_the_whole_kernel_where_the_short_one_fails():
     assert not forced("2.13.0", 128)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "seqlen", "forced"),
+    [("float32", 100, True), ("float32", 16, False), ("float32", 128, False), ("bfloat16", 100, False)],
+)
+def test_short_float32_queries_run_the_whole_kernel_as_the_short_one_compiles_for_minutes(
+    dtype, seqlen, forced
+):
+    call = Call(
+        dtype=dtype, batch=2, num_heads_q=2, num_heads_kv=2, seqlen_q=seqlen, seqlen_kv=512,
+        head_dim_qk=192, head_dim_v=192,
+    )  # fmt: skip
+    host = Host(arch="sm_90", versions={"torch": "2.11.0", "cuda": "13.0", "triton": "3.6.0"})
+    options = dict(judge(call, host, TABLES, "flex", Policy()).options)
+    assert ("FORCE_USE_FLEX_ATTENTION" in options) is forced
+
+
 def forward_options(arch, dims, dtype="bfloat16", bias=None, torch="2.11.0", heads=(8, 4), seqlen=4096):
     """What the forward is given: its options by their names, those of an inference."""
     given = {"dtype": dtype, "head_dim_qk": dims[0], "head_dim_v": dims[1], "seqlen_q": seqlen}
