@@ -24,12 +24,14 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("home", ["attnroute", "attnroute.masks", "attnroute.biases"])
+@pytest.mark.parametrize(
+    "home", ["attnroute", "attnroute.masks", "attnroute.biases", "attnroute.distributed"]
+)
 def test_every_public_name_has_an_entry(home):
     module = attnroute if home == "attnroute" else getattr(attnroute, home.partition(".")[2])
     prefix = home.removeprefix("attnroute").lstrip(".")
     names = {f"{prefix}.{name}".lstrip(".") for name in module.__all__ if name != "__version__"}
-    assert names - ENTRIES == ({"masks", "biases"} if module is attnroute else set())
+    assert names - ENTRIES == ({"masks", "biases", "distributed"} if module is attnroute else set())
 
 
 def test_tasks_come_first_and_all_are_listed():

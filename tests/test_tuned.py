@@ -20,7 +20,7 @@ from attnroute.question.policy import Policy
 HOST = Host(
     arch="sm_90", device_name="NVIDIA H200", versions={"torch": "2.13.0", "cuda": "13.0", "cudnn": "9.20.0"}
 )
-CALL = parse("bf16 b2 hq8 sq1000 d128 causal")
+CALL = parse("bf16 b2 hq8 sq2000 d128 causal")
 
 
 def times(device_us, host_us=0.01):
@@ -78,13 +78,13 @@ def test_without_a_file_nothing_changes():
 def test_decisions_go_by_what_was_measured_of_calls_like_this_one(own):
     assert decide(CALL, HOST).selected != "flash"
     put(path_for(identity_of(HOST)))
-    near = CALL.with_(seqlen_q=1010, seqlen_kv=1010)
+    near = CALL.with_(seqlen_q=2010, seqlen_kv=2010)
     policy = informed(near, HOST, Policy())
     decision = decide(near, HOST, policy=policy)
     assert decision.selected == "flash"
     assert decision.verdict("flash").predicted_ms == 0.001
     assert decision.verdict("cudnn").predicted_ms == 0.002
-    far = CALL.with_(seqlen_q=2000, seqlen_kv=2000)
+    far = CALL.with_(seqlen_q=4000, seqlen_kv=4000)
     assert informed(far, HOST, Policy()).measured is None
 
 
@@ -190,7 +190,7 @@ def test_the_command_line_explains_with_it(tmp_path, capsys, environment):
     put(path)
     host.write_text(HOST.model_dump_json(), encoding="utf-8")
     environment(TUNING=str(path))
-    assert main(["explain", "bf16 b2 hq8 sq1000 d128 causal", "--host", str(host)]) == 0
+    assert main(["explain", "bf16 b2 hq8 sq2000 d128 causal", "--host", str(host)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "selected flash" in out
     assert f"tuning {path} (ATTNROUTE_TUNING=" in out
