@@ -166,7 +166,7 @@ def _of_step(found: dict[str, Any]) -> Time | None:
     if "status" in found or "fwd_ms" not in found:
         return None
     device = found["fwd_ms"] + found.get("bwd_ms", 0.0)
-    # Calls that an older sweep of longer device times stands for say nothing about today's host.
+    # Calls of an older sweep, kept for their device times, have no host times.
     host_us = found.get("fwd_host_us")
     if host_us is not None and "bwd_ms" in found:
         host_us = IN_A_ROW * (host_us + found["bwd_host_us"])

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from support.context_parallel import Kernels, drawn, mesh, reference
+from support.context_parallel import Kernels, attended, drawn, mesh, reference
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel as torchs_context_parallel
@@ -18,22 +18,6 @@ from attnroute.distributed import context_parallel
 
 TOKENS = 16
 CAUSAL = torch.ones(TOKENS, TOKENS).tril().bool()
-
-
-def attended(block, tensors, layout="bhsd", **arguments):
-    """Output, log-sum-exp, gradients and kernels of this rank's tokens, all in layout bhsd."""
-    own = [block.shard(t, 2).detach() for t in tensors]
-    if layout == "bshd":
-        own = [t.transpose(1, 2).contiguous() for t in own]
-    leaves = [t.requires_grad_() for t in own[:3]]
-    with Kernels() as kernels:
-        with block:
-            out, lse = attnroute.attention(*leaves, return_lse=True, layout=layout, **arguments)
-        out.backward(own[3])
-    found = [out.detach(), *[t.grad for t in leaves]]
-    if layout == "bshd":
-        found = [t.transpose(1, 2) for t in found]
-    return [found[0], lse, *found[1:]], kernels.seen
 
 
 def check(found, expected, block, tolerance=1e-6):
@@ -49,7 +33,7 @@ def ring(causal, load_balance, layout, dtype, sizes):
     found, kernels = attended(block, tensors, layout=layout, is_causal=causal)
     check(found, reference(tensors, CAUSAL if causal else None), block, 1e-6 if dtype.itemsize > 4 else 2e-5)
     steps = dist.get_rank() + 1 if causal and not load_balance else dist.get_world_size()
-    assert kernels == ["flash_attention_for_cpu"] * steps + ["flash_attention_for_cpu_backward"] * steps
+    assert kernels.seen == ["flash_attention_for_cpu"] * steps + ["flash_attention_for_cpu_backward"] * steps
 
 
 @pytest.mark.parametrize("load_balance", [False, True])
@@ -83,7 +67,7 @@ def other_keys():
     tensors = drawn(tokens=TOKENS, tokens_kv=24)
     found, kernels = attended(block, tensors)
     check(found[:3], reference(tensors)[:3], block)
-    assert kernels[:2] == ["flash_attention_for_cpu"] * 2
+    assert kernels.seen[:2] == ["flash_attention_for_cpu"] * 2
 
 
 def test_keys_of_another_sequence_go_round_too(two_ranks):

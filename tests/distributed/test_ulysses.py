@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.context_parallel import Kernels, drawn, mesh, reference
+from support.context_parallel import attended, drawn, mesh, reference
 
 import attnroute
 from attnroute import biases, masks
@@ -47,19 +47,9 @@ def exchanged(name, heads_kv, load_balance, layout):
     tensors = drawn(heads=HEADS, heads_kv=heads_kv, tokens=TOKENS)
     expected = reference(tensors, **meaning)
     block = context_parallel(mesh(), load_balance=load_balance)
-    own = [block.shard(t, 2).detach() for t in tensors]
-    if layout == "bshd":
-        own = [t.transpose(1, 2).contiguous() for t in own]
-    leaves = [t.requires_grad_() for t in own[:3]]
-    with Kernels() as kernels:
-        with block:
-            out, lse = attnroute.attention(*leaves, return_lse=True, layout=layout, **arguments)
-        out.backward(own[3])
-    found = [out.detach(), *[t.grad for t in leaves]]
-    if layout == "bshd":
-        found = [t.transpose(1, 2) for t in found]
-    for got, want in zip([found[0], lse.double(), *found[1:]], expected, strict=True):
-        torch.testing.assert_close(got, block.shard(want, 2), atol=1e-6, rtol=1e-6)
+    found, kernels = attended(block, tensors, layout, **arguments)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.double(), block.shard(want, 2), atol=1e-6, rtol=1e-6)
     return kernels.seen, kernels.shapes
 
 

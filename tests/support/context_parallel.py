@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import attnroute
+
 
 def mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -61,3 +63,19 @@ class Kernels(TorchDispatchMode):
         elif "record_function_enter" in name and args[0].startswith("attnroute::"):
             self.seen.append(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def attended(block, tensors, layout="bhsd", **arguments):
+    """Output, log-sum-exp and gradients of this rank's tokens, all in layout bhsd, and what ran."""
+    own = [block.shard(t, 2).detach() for t in tensors]
+    if layout == "bshd":
+        own = [t.transpose(1, 2).contiguous() for t in own]
+    leaves = [t.requires_grad_() for t in own[:3]]
+    with Kernels() as kernels:
+        with block:
+            out, lse = attnroute.attention(*leaves, return_lse=True, layout=layout, **arguments)
+        out.backward(own[3])
+    found = [out.detach(), *[t.grad for t in leaves]]
+    if layout == "bshd":
+        found = [t.transpose(1, 2) for t in found]
+    return [found[0], lse, *found[1:]], kernels
