@@ -66,6 +66,8 @@ def forward_bytes(options, dtype, dims, arch):
     query, stage = rows * qk * width, columns * (qk + v) * width
     if arch in ("sm_90", "sm_100", "sm_103", "sm_110"):
         return query + stages * stage
+    if stages == 1:  # Keys and values take turns in one buffer.
+        stage = columns * max(qk, v) * width
     return query + max(1, stages - 1) * stage + rows * columns * width + 512
 
 
@@ -163,8 +165,37 @@ def test_tiles_of_torch_2_14_fit_beside_a_bias_on_blackwell(arch):
 def test_a_forward_of_short_queries_keeps_its_rows(arch):
     """The kernel for fewer than 128 queries counts on the BLOCK_M that it computes itself."""
     for seqlen, dims, dtype in product((1, 7, 127), DIMS, DTYPES):
-        options = verdict_of(arch, dims=(dims, dims), seqlen=seqlen, dtype=dtype).options
-        assert "fwd_BLOCK_M" not in dict(options)
+        options = dict(verdict_of(arch, dims=(dims, dims), seqlen=seqlen, dtype=dtype).options)
+        assert "fwd_BLOCK_M" not in options or "FORCE_USE_FLEX_ATTENTION" in options
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tiles_fit_where_short_queries_run_the_whole_kernel(arch):
+    """torch's own, at head dims that it has no tiles for, are 64 rows of float32 and 128 of 16 bits.
+
+    On an H200 torch 2.11 asked for 344320 bytes: 31 float32 queries of head dim 192.
+    """
+    limit = TABLES.arch(arch).shared_memory_per_block
+    forced = 0
+    for torch, seqlen, dims, dtype in product(RELEASES, (1, 7, 31, 127), (80, 96, 160, 192, 224), DTYPES):
+        for heads in ((8, 8), (8, 4), (24, 8)):
+            options = forward_options(arch, (dims, dims), dtype, torch=torch, heads=heads, seqlen=seqlen)
+            if options.pop("FORCE_USE_FLEX_ATTENTION", False):
+                own = {
+                    "fwd_BLOCK_M": 64 if dtype == "float32" else 128,
+                    "fwd_BLOCK_N": 64,
+                    "fwd_num_stages": 3,
+                }
+                assert forward_bytes(own | options, dtype, (dims, dims), arch) <= limit, (
+                    torch,
+                    seqlen,
+                    dims,
+                    heads,
+                )
+                forced += 1
+    assert forced > 50
+    own = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_stages": 3}
+    assert forward_bytes(own, "float32", (192, 192), "sm_90") > TABLES.arch("sm_90").shared_memory_per_block
 
 
 @pytest.mark.parametrize(
@@ -211,7 +242,7 @@ def forward_options(arch, dims, dtype="bfloat16", bias=None, torch="2.11.0", hea
         given["bias"] = {"kind": "dense", "dtype": bias, "shape": [1, heads[0], seqlen, 4096]}
     host = Host(arch=arch, versions={"torch": torch, "cuda": "13.0", "triton": "3.9.0"})
     options = judge(Call(**given), host, TABLES, "flex", Policy()).options
-    return {name: value for name, value in options if name.startswith("fwd_")}
+    return {name: value for name, value in options if name.startswith(("fwd_", "FORCE_"))}
 
 
 @pytest.mark.parametrize(
