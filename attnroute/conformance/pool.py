@@ -33,6 +33,9 @@ _NO_ROOM: Final = "OutOfMemoryError"
 _UNTIL_ROOM: Final = 3.0
 _WAIT: Final = 0.05
 """Seconds until a worker without a job looks for one again: jobs may still be drawn."""
+_GRACE: Final = 10.0
+"""Seconds that a drawn call has which runs when the time is over."""
+_OVER: Final = "the time was over while it ran"
 _LARGE: Final = "large"
 _TOGETHER: Final = 17 * 2**30
 """Bytes of tensors of large calls that run at the same time; with gradients and truth they take the card."""
@@ -221,14 +224,10 @@ def run_job(worker: Worker, job: Job, until: float = float("inf")) -> Results:
     is_spoilt = job.side == "outside"
     for trial in job.trials:
         limit = LIMIT[trial.device] / (2 if trial.past else 1)
-        is_new = worker.is_new
-        outcome = worker.ask(trial, limit, look=job.side != "drawn")
-        if outcome.said.startswith(_NO_ROOM):
-            # Calls of other processes have it for some seconds.
-            time.sleep(_UNTIL_ROOM)
-            outcome = worker.ask(trial, limit, look=job.side != "drawn")
-        if outcome.status in FAILURES and job.side != "outside" and not is_new:
-            outcome = _again(worker, trial, outcome, limit)
+        if job.side == "drawn":
+            outcome = _drawn(worker, trial, limit, until)
+        else:
+            outcome = _asked(worker, trial, limit, retried=job.side == "inside")
         found.append((trial, outcome))
         if job.side == "drawn":
             if time.monotonic() > until:
@@ -246,13 +245,31 @@ def run_job(worker: Worker, job: Job, until: float = float("inf")) -> Results:
     return tuple(found)
 
 
-def _again(worker: Worker, trial: Trial, failed: Outcome, limit: float) -> Outcome:
-    """Run a trial that failed once more, in a new process: what ran before may have brought it about."""
-    worker.end()
-    outcome = worker.ask(trial, limit)
-    if outcome.status != "right":
+def _drawn(worker: Worker, trial: Trial, limit: float, until: float) -> Outcome:
+    """Run a drawn trial: one that the end of the time cuts off is untested, not hung."""
+    left = max(0.0, until - time.monotonic()) + _GRACE
+    outcome = _asked(worker, trial, min(limit, left), look=False, retried=left >= 2 * limit)
+    if outcome.status == "hung" and left < limit:
+        return outcome.changed(status="untested", said=_OVER)
+    return outcome
+
+
+def _asked(worker: Worker, trial: Trial, limit: float, *, look: bool = True, retried: bool) -> Outcome:
+    """Run a trial; one that found no memory waits for it, one that failed runs `retried` in a new process."""
+    is_new = worker.is_new
+    outcome = worker.ask(trial, limit, look=look)
+    if outcome.said.startswith(_NO_ROOM):
+        # Calls of other processes have it for some seconds.
+        time.sleep(_UNTIL_ROOM)
+        outcome = worker.ask(trial, limit, look=look)
+    if outcome.status not in FAILURES or is_new or not retried:
         return outcome
-    return outcome.changed(said=f"right in a new process; behind other calls {failed.status}: {failed.said}")
+    # What ran before may have brought it about.
+    worker.end()
+    again = worker.ask(trial, limit)
+    if again.status != "right":
+        return again
+    return again.changed(said=f"right in a new process; behind other calls {outcome.status}: {outcome.said}")
 
 
 def _context() -> BaseContext:

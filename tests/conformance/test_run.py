@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -120,6 +121,21 @@ def test_all_jobs_run_and_none_is_begun_when_the_time_is_over(monkeypatch):
     found.clear()
     Pool(3, until=0.0).run(jobs, lambda job, _: found.append(job.key))
     assert found == []
+
+
+def test_a_drawn_call_that_the_end_of_the_time_cuts_off_is_untested_and_the_last():
+    class Slow(Told):
+        """Takes whatever it is given."""
+
+        def ask(self, trial, limit, *, look=True):
+            self.limits = [*getattr(self, "limits", ()), limit]
+            return Outcome(status="hung", said=f"nothing came of it in {limit:g} s")
+
+    worker, job = Slow({}), Job("", "", "drawn", (trial(), trial(values="sharp")))
+    ((_, outcome),) = run_job(worker, job, time.monotonic() - 1)
+    assert (outcome.status, outcome.said) == ("untested", "the time was over while it ran")
+    assert worker.limits == [pytest.approx(10, abs=0.5)]
+    assert [outcome.status for _, outcome in run_job(Slow({}), job)] == ["hung", "hung"]
 
 
 def test_values_are_what_they_are_called():
