@@ -107,8 +107,10 @@ output. None where something outside of the arguments has changed since, so that
 other."""
 Bind = Callable[[Inputs, Plan], Bound | None]
 BoundForward = Callable[..., tuple[Tensor, Tensor] | None]
-"""As `Bound`, to the output and the log-sum-exp (batch, num_heads_q, seqlen_q, 1), which may be anything in
-rows with no key."""
+"""As `Bound`, to the output and the log-sum-exp as the kernel gives it, (batch, num_heads_q, at least
+seqlen_q), perhaps with a last dimension of size 1. It may be anything in rows with no key."""
+FitTo = Callable[[Tensor, Tensor], Tensor]
+"""Returns a gradient in memory that the backward of an output can read."""
 BindForward = Callable[[Inputs, Plan], BoundForward | None]
 
 
@@ -122,13 +124,15 @@ class Pair:
             need not be those that this forward gave; here lse is +inf in rows with no key.
         bind: As `Executor.bind`, for calls whose output and log-sum-exp are needed.
         rereads: Where such a call trains, autograd's backward reads both where they lie, so that what is
-            written there counts.
+            written there counts. What `bind` returns then takes ``watched=False`` from who fits gradients.
+        fit: Makes a gradient one that such a backward takes; None = it takes any.
     """
 
     forward: Callable[[Inputs, Plan], ForwardResult]
     backward: Callable[[Inputs, Plan, ForwardResult, Tensor, Wanted], Grads]
     bind: BindForward | None = None
     rereads: bool = False
+    fit: FitTo | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import backwards
 from support.cuda_operators import CudaOperators, Launches, weights_kept
+from support.fused_standins import Standins
 from support.reference import attend
 from support.repair_inputs import executor_of, inputs_of, lowered
 from support.sink_cases import CASES, DENSE, EMPTY_ROWS, plan
@@ -139,6 +140,17 @@ def test_no_key_and_no_sink_is_nothing(backend):
     assert (grad == 0).tolist() == [True, False, True, False]
 
 
+@pytest.fixture(params=["operators", "kernels"])
+def steps(request, monkeypatch):
+    """The correction in operators of torch, and in what stands in for kernels of ours."""
+    if request.param == "kernels":
+        standins = Standins(monkeypatch)
+        yield standins
+        assert standins.seen
+    else:
+        yield None
+
+
 def bound(backend, *, train, mask=None, seqlen_kv=32):
     inputs = inputs_of(heads_kv=4, seqlen_q=32, seqlen_kv=seqlen_kv)
     inputs.sink = torch.randn(4)
@@ -182,6 +194,30 @@ def test_a_trained_sink_takes_four_operators_before_and_four_behind(backend):
     assert rest == ["softplus_backward", "mul_", "sum", "neg_"]
 
 
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
+def test_where_triton_compiles_a_sink_takes_one_launch(backend, monkeypatch):
+    standins = Standins(monkeypatch)
+    tensors, run = bound(backend, train=False)
+    want, _ = attend(*tensors[:3], sink=tensors[3])
+    with CudaOperators(), Launches() as launches:
+        out = run()
+    assert standins.seen == ["shrink"]
+    assert [name for name in launches.seen if "attention" in name] == launches.seen[:1]
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
+def test_where_triton_compiles_a_trained_sink_takes_one_launch_each_way(backend, monkeypatch):
+    standins = Standins(monkeypatch)
+    tensors, run = bound(backend, train=True)
+    with CudaOperators():
+        out = run()
+        assert standins.seen == ["shrink and lse"]
+        torch.autograd.grad(out, tensors, torch.randn_like(out))
+    assert standins.seen == ["shrink and lse", "sink gradient"]
+
+
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("trained", range(4))
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
 def test_one_alone_trains_on_the_short_way(backend, trained):
@@ -195,6 +231,7 @@ def test_one_alone_trains_on_the_short_way(backend, trained):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
 def test_a_write_into_the_output_before_the_backward_is_seen(backend):
     tensors, run = bound(backend, train=True)
@@ -210,6 +247,7 @@ def test_a_write_into_the_output_before_the_backward_is_seen(backend):
             out.sum().backward()
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("logit", [-200.0, -30.0, 30.0, 200.0, -math.inf])
 @pytest.mark.parametrize(
     ("mask", "seqlen_kv"),
@@ -249,6 +287,7 @@ def test_which_bands_leave_a_query_without_a_key(sizes, low, high):
     assert may_be_empty(inputs) == (not allowed.any(-1).all())
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
 def test_what_autograd_may_ask_of_a_trained_sink(backend):
     tensors, run = bound(backend, train=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnroute.executors.aten.operators import is_causal
 from attnroute.executors.protocol import Pair
-from attnroute.executors.strides import Fit, attach
+from attnroute.executors.strides import Fit, attach, fitted
 
 if TYPE_CHECKING:
     from torch.nn.attention import SDPBackend
@@ -84,24 +84,23 @@ def pair_of(forward: Any, backward: Any, launch_of: LaunchOf, *, as_output: bool
     """
 
     def bind(inputs: Inputs, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        launch, seqlen_q = launch_of(inputs, plan), inputs.query.shape[2]
+        launch = launch_of(inputs, plan)
         if launch is None or "to_varlen" in plan.repairs:
             return None
         trains = plan.training and plan.device_type != "cpu"
         watch = _watch(as_output=as_output) if trains else None
 
-        def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> tuple[Tensor, Tensor]:
+        def run(
+            query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, *, watched: bool = True
+        ) -> tuple[Tensor, Tensor]:
             out, lse, *_ = launch(query, key, value, attn, whole=True)
-            if watch is not None:
+            if watched and watch is not None:
                 watch(out)
-            # EFFICIENT pads rows, and cuDNN gives the last dimension itself.
-            if lse.shape[2] != seqlen_q:
-                lse = lse[:, :, :seqlen_q]
-            return out, lse if lse.dim() == out.dim() else lse.unsqueeze(-1)
+            return out, lse
 
         return run
 
-    return Pair(forward, backward, bind, rereads=True)
+    return Pair(forward, backward, bind, rereads=True, fit=partial(fitted, as_output=as_output))
 
 
 def _handed_over(

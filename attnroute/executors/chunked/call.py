@@ -17,16 +17,11 @@ from attnroute.executors.chunked import steps_eager
 from attnroute.executors.chunked.functions import ScoreFunction, is_wide
 from attnroute.executors.chunked.plan import Chunk, Geometry, Limits, Plan, Tiling, make_plan, tiling_for
 from attnroute.executors.chunked.tile import Extras, Spec, TileSource
+from attnroute.executors.fused import compiles_for
 from attnroute.memory import INSTALLED, cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-
-_BEFORE_TRITON: Final = frozenset({(5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2), (7, 0), (7, 2), (7, 5)})
-"""Compute capabilities that Triton does not compile for, by the README of triton-lang/triton: those of cards
-older than Ampere, so the list is closed and no new architecture is added here. It is no row of a table,
-because it refuses no call: on these cards the same steps run as operators of torch."""
-
 
 LARGE_COPY: Final = 2**20
 """Fewest elements whose copy takes a GPU longer than the host takes to find a faster way."""
@@ -64,9 +59,7 @@ def fused_steps() -> Steps | None:
 
 def steps_for(query: Tensor) -> Steps:
     """Return the steps for the device and dtype of `query`."""
-    if query.device.type != "cuda" or query.dtype == torch.float64:
-        return EAGER_STEPS
-    if torch.cuda.get_device_capability(query.device.index) in _BEFORE_TRITON:
+    if query.dtype == torch.float64 or not compiles_for(query.device):
         return EAGER_STEPS
     return fused_steps() or EAGER_STEPS
 

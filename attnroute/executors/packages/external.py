@@ -147,7 +147,7 @@ class External:
             query: Tensor, key: Tensor, value: Tensor, _: Tensor | None
         ) -> tuple[Tensor, Tensor] | None:
             made: Any = run(query, key, value, None, whole=True)
-            return made if made is None else (made[0], made[1].unsqueeze(-1))
+            return made if made is None else (made[0], made[1])
 
         return forward
 

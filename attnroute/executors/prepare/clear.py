@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from attnroute.executors.fused import ALIGNED, Prebound, compiles_for
+from attnroute.executors.prepare.kernels import CLEAR
 from attnroute.executors.protocol import Bound, Inputs
 from attnroute.masks.tracing import is_wrapped
 
@@ -56,13 +58,19 @@ def with_cleared(run: Bound, inputs: Inputs) -> Bound:
 
 
 def _with_zeros(run: Bound, inputs: Inputs) -> Bound:
-    """Clear small tensors without gradients before a kernel."""
+    """Clear small tensors without gradients before a kernel, on most GPUs both in one launch."""
     kept, zero = weakref.ref(_flags(inputs)), inputs.value.new_zeros(())
+    fused = Prebound(CLEAR) if compiles_for(inputs.value.device) else None
 
     def run_cleared(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor | None:
         keep = kept()
         if keep is None:
             return None
+        # Of calls alike it is known whether all start so, and not which one does not.
+        if fused is not None and not (key.data_ptr() | value.data_ptr()) % ALIGNED:
+            made_key, made_value = torch.empty_like(key), torch.empty_like(value)
+            if fused(key, value, made_key, made_value, keep):
+                return run(query, made_key, made_value, *rest)
         return run(query, torch.where(keep, key, zero), torch.where(keep, value, zero), *rest)
 
     return run_cleared

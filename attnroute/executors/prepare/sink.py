@@ -22,10 +22,13 @@ import torch
 from torch import Tensor
 
 from attnroute.executors.batched_gradients import differentiable_once, in_turn
+from attnroute.executors.fused import ALIGNED, Prebound, compiles_for
+from attnroute.executors.prepare.kernels import GRADIENT, SHRINK, pieces
 from attnroute.executors.protocol import (
     Bound,
     BoundForward,
     Executor,
+    FitTo,
     ForwardResult,
     Inputs,
     Output,
@@ -38,8 +41,8 @@ from attnroute.memory import cached
 
 _CONSTANTS: Final = 3
 """Arguments of `_WithSink` before its tensors."""
-_LARGE: Final = 20
-"""From such a logit on the sigmoid is 1 in float32."""
+_LARGE: Final = 80
+"""From such a logit on the sigmoid is 1 in float64, and its exponential is still finite in float32."""
 _NO_GRADS: Final = (None,) * 4
 """Of query, key, value and attn."""
 
@@ -110,62 +113,126 @@ def bind_with_sink(executor: Executor, inputs: Inputs, plan: Plan) -> Bound | No
     forward = pair.bind(inputs, _with_lse(plan))
     if forward is None:
         return None
+    fused = Prebound(SHRINK[plan.training]) if compiles_for(inputs.query.device) else None
     is_careful = may_be_empty(inputs)
-    return (_trained if plan.training else _inferred)(forward, is_careful=is_careful)
+    if not plan.training:
+        return _inferred(forward, fused, is_careful=is_careful)
+    fit = None if plan.device_type == "cpu" else pair.fit
+    return _trained(forward, fused, fit, is_careful=is_careful)
 
 
-def _inferred(forward: BoundForward, *, is_careful: bool) -> Bound:
+def _inferred(forward: BoundForward, fused: Prebound | None, *, is_careful: bool) -> Bound:
     def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, sink: Tensor) -> Tensor | None:
         made = forward(query, key, value, attn)
         if made is None:
             return None
         out, lse = made
-        share = lse.sub_(sink.view(-1, 1, 1)).sigmoid_()
-        return out.mul_(share.nan_to_num_(0.0) if is_careful else share)
+        if fused is None or not fused(out, lse, sink):
+            share = _column(lse, out).sub_(sink.view(-1, 1, 1)).sigmoid_()
+            out.mul_(share.nan_to_num_(0.0) if is_careful else share)
+        return out
 
     return run
 
 
-def _trained(forward: BoundForward, *, is_careful: bool) -> Bound:
+def _trained(forward: BoundForward, fused: Prebound | None, fit: FitTo | None, *, is_careful: bool) -> Bound:
     """Let autograd's own backward of the kernel find what is right with the sink.
 
     It reads output and log-sum-exp where they lie. Both are changed there, through tensors that count no
     change: autograd would take it for a mistake.
     """
+    gradient = None if fused is None else _FusedGradient()
 
     def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, sink: Tensor) -> Tensor | None:
-        made = forward(query, key, value, attn)
+        learns = sink.requires_grad
+        made = forward(query, key, value, attn, watched=not learns)
         if made is None:
             return None
-        out, lse = made
-        lse, logit = lse.data, sink.detach().view(-1, 1, 1)
-        surplus = _surplus(lse, logit, may_be_empty=is_careful)
-        out.data.mul_(surplus.sigmoid())
-        torch.logaddexp(lse, logit, out=lse)
-        if is_careful:
-            # As in the backward below.
-            lse.nan_to_num_(posinf=math.inf, neginf=math.inf)
-        if not sink.requires_grad:
+        out, kept = made
+        backward = gradient
+        if fused is None or not fused(out, kept, sink):
+            backward, kept = None, _with_sink(out.data, _column(kept.data, out), sink, is_careful=is_careful)
+        if not learns:
             return out
-        return cast("Tensor", _OfSink.apply(out, surplus, sink))  # type: ignore[no-untyped-call]
+        return cast("Tensor", _OfSink.apply(out, kept, sink, backward, fit))  # type: ignore[no-untyped-call]
 
     return run
 
 
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor, *, is_careful: bool) -> Tensor:
+    """Bring a sink into output and log-sum-exp; return by how much this exceeded the sink."""
+    logit = sink.detach().view(-1, 1, 1)
+    surplus = _surplus(lse, logit, may_be_empty=is_careful)
+    out.mul_(surplus.sigmoid())
+    torch.logaddexp(lse, logit, out=lse)
+    if is_careful:
+        # As in the backward below.
+        lse.nan_to_num_(posinf=math.inf, neginf=math.inf)
+    return surplus
+
+
+class _FusedGradient:
+    """The gradient of the sinks of calls that differ in values alone, in one kernel."""
+
+    __slots__ = ("_latest",)
+
+    def __init__(self) -> None:
+        self._latest: tuple[tuple[int, ...], Prebound, int] | None = None
+
+    def __call__(self, grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+        """Return it; output and log-sum-exp have the sink in them."""
+        if grad.data_ptr() % ALIGNED:
+            return sink_gradient(grad, out, _column(lse, out).squeeze(-1), sink)
+        latest, strides = self._latest, grad.stride()
+        if latest is None or latest[0] != strides:
+            # Gradients lie as what came after the call left them, mostly always alike.
+            self._latest = latest = (strides, Prebound(GRADIENT), pieces(out))
+        _, launch, number = latest
+        if number == 1:
+            into = torch.empty_like(sink)
+        else:
+            into = torch.empty((number, sink.shape[0]), dtype=torch.float32, device=out.device)
+        if not launch(grad, out, lse, sink, into):
+            return sink_gradient(grad, out, _column(lse, out).squeeze(-1), sink)
+        return into if number == 1 else into.sum(0).to(sink.dtype)
+
+
 class _OfSink(torch.autograd.Function):
-    """An output as it is, with the gradient of the sink in it."""
+    """An output as it is, with the gradient of the sink in it; what the kernel's backward gets fits it."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, surplus: Tensor, sink: Tensor) -> Tensor:
-        ctx.save_for_backward(out, surplus)
-        ctx.dtype = sink.dtype
+    def forward(
+        ctx: Any, out: Tensor, kept: Tensor, sink: Tensor, fused: _FusedGradient | None, fit: FitTo | None
+    ) -> Tensor:
+        """Keep the log-sum-exp with the sink in it, or for operators by how much it exceeds the sink."""
+        ctx.save_for_backward(out, kept, None if fused is None else sink)
+        ctx.fused, ctx.fit, ctx.dtype = fused, fit, sink.dtype
         return out.detach()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        out, surplus = ctx.saved_tensors
-        return grad_out, None, *in_turn(lambda grad: (_gradient(grad, out, surplus, ctx.dtype),), grad_out)
+        out, kept, sink = ctx.saved_tensors
+        fused, fit = ctx.fused, ctx.fit
+
+        def of_sample(grad: Tensor) -> tuple[Tensor | None, ...]:
+            if fused is not None:
+                return (fused(grad, out, kept, sink),)
+            return (_gradient(grad, out, kept, ctx.dtype),)
+
+        (grad_sink,) = in_turn(of_sample, grad_out)
+        if fit is not None and ctx.needs_input_grad[0]:
+            grad_out = fit(grad_out, out)
+        return grad_out, None, grad_sink, None, None
+
+
+def _column(lse: Tensor, out: Tensor) -> Tensor:
+    """Return a log-sum-exp with the rows of an output alone, and a last dimension of size 1."""
+    seqlen = out.shape[2]
+    # EFFICIENT pads rows, and cuDNN gives the last dimension itself.
+    if lse.shape[2] != seqlen:
+        lse = lse[:, :, :seqlen]
+    return lse if lse.dim() == out.dim() else lse.unsqueeze(-1)
 
 
 def _surplus(lse: Tensor, sink: Tensor, *, may_be_empty: bool) -> Tensor:
