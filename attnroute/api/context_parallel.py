@@ -9,7 +9,7 @@ from attnroute.api import routes
 from attnroute.api.intake import take
 from attnroute.api.keys import key_of
 from attnroute.api.validate import check
-from attnroute.distributed import ring, ulysses
+from attnroute.distributed import ring, ring_steps, ulysses
 from attnroute.distributed.context import Sharding, check_alike, sharding_of
 from attnroute.errors import ArgumentError, AttnRouteError, KernelRefusedError, NoBackendError, argument_error
 from attnroute.executors.prepare.apply import PER_TENSOR
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from attnroute.api.records import Given, Output, Problem, RouteKey
     from attnroute.api.routes import Route
@@ -36,15 +37,23 @@ class Way:
     """How calls of one key go.
 
     Attributes:
-        routes: Of each kind of step of the ring; empty where the ring has no kernel.
-        why_not_ring: Why it has none.
+        inner: The settings of the calls that a rank makes.
+        group: The ranks.
+        route: That of the first step of the ring; None where the ring has no kernel.
+        ring: How calls go round.
+        why_not_ring: Why they do not.
     """
 
-    routes: dict[ring.Kind, Route]
+    inner: Policy
+    group: ProcessGroup
+    route: Route | None = None
+    ring: ring_steps.Ring | None = None
     why_not_ring: NoBackendError | None = None
 
 
-_WAYS: Memory[RouteKey, Way] = Memory(_KEPT, f"{__name__}._WAYS", "when a kernel refuses such a call")
+_WAYS: Memory[RouteKey, Way] = Memory(
+    _KEPT, f"{__name__}._WAYS", "when a kernel refuses such a call, or its process group is made anew"
+)
 
 
 def run(
@@ -63,20 +72,19 @@ def run(
         NoBackendError: The ring was required, and has no kernel; the message holds every reason.
     """
     sharding = sharding_of(policy.context_parallel or "")
-    inner = policy.changed(context_parallel=None)
     way = None if key is None else _WAYS.get(key)
-    if way is None:
-        way = _new_way(problem, inner, sharding)
+    if way is None or way.group is not sharding.group:
+        way = _new_way(problem, policy.changed(context_parallel=None), sharding)
         if key is not None:
             _WAYS.put(key, way)
-    if way.routes:
-        try:
-            return _round_the_ring(problem, way, sharding)
-        except KernelRefusedError:
-            if key is not None:
-                _WAYS.pop(key)
-            raise
-    return _by_exchange(problem, inner, sharding, run_whole)
+    if way.route is None or way.ring is None:
+        return _by_exchange(problem, way.inner, sharding, run_whole)
+    try:
+        return _round_the_ring(problem, way.route, way.ring)
+    except KernelRefusedError:
+        if key is not None:
+            _WAYS.pop(key)
+        raise
 
 
 def described(problem: Problem, policy: Policy) -> tuple[Problem, Policy]:
@@ -90,7 +98,7 @@ def described(problem: Problem, policy: Policy) -> tuple[Problem, Policy]:
     inner, says = policy.changed(context_parallel=None), policy.origin_of("context_parallel")
     _check(problem, sharding)
     way = _way(problem, inner, sharding)
-    if way.routes:
+    if way.route is not None:
         return _of_ring(problem, sharding), _said(inner, sharding._replace(method="ring"), says)
     if way.why_not_ring is not None:
         says = f"{says}; the ring {_first_reason(way.why_not_ring)}"
@@ -123,17 +131,17 @@ def _new_way(problem: Problem, policy: Policy, sharding: Sharding) -> Way:
         NoBackendError: The ring was required, and has no kernel.
     """
     error: AttnRouteError | None = None
-    way = Way({})
+    way = Way(policy, sharding.group)
     try:
         _check(problem, sharding)
         way = _way(problem, policy, sharding)
-        if not way.routes:
+        if way.route is None:
             ulysses.check_heads(problem.query.shape[1], sharding)
     except AttnRouteError as found:
         error = found
     # A tracer sends nothing, nor may a capture.
     if not (problem.traced or is_capturing(problem.query)):
-        said = "an error" if error else "ring" if way.routes else "ulysses"
+        said = "an error" if error else "ulysses" if way.route is None else "ring"
         try:
             check_alike(
                 sharding, tuple(tuple(t.shape) for t in (problem.query, problem.key, problem.value)), said
@@ -171,16 +179,25 @@ def _without_masks(given: Given) -> Given:
 
 def _way(problem: Problem, policy: Policy, sharding: Sharding) -> Way:
     if sharding.method == "ulysses":
-        return Way({})
+        return Way(policy, sharding.group)
     try:
-        return Way(_routes(problem, policy, sharding))
+        found = _routes(problem, policy, sharding)
     except NoBackendError as error:
         if sharding.method == "ring":
             raise
-        return Way({}, error)
+        return Way(policy, sharding.group, why_not_ring=error)
+    kernels = {kind: _kernel(route) for kind, route in found.items()}
+    causal = "first_keys" in kernels or kernels["own"].mask.band_hi is not None
+    made = ring_steps.Ring.of(sharding, kernels, problem.key, problem.value, causal=causal)
+    return Way(policy, sharding.group, found["own"], made)
 
 
-def _routes(problem: Problem, policy: Policy, sharding: Sharding) -> dict[ring.Kind, Route]:
+def _kernel(route: Route) -> ring_steps.Kernel:
+    pair: Any = route.executor.pair
+    return ring_steps.Kernel(pair, route.plan, FULL if route.mask is None else route.mask)
+
+
+def _routes(problem: Problem, policy: Policy, sharding: Sharding) -> dict[ring_steps.Kind, Route]:
     """Return a route for each kind of step, all of one backend.
 
     Raises:
@@ -190,12 +207,14 @@ def _routes(problem: Problem, policy: Policy, sharding: Sharding) -> dict[ring.K
     while True:
         first = _route(whole, policy)
         backend, causal = first.plan.backend, first.mask is not None and first.mask.band_hi is not None
-        found: dict[ring.Kind, Route] = {"own": first}
+        found: dict[ring_steps.Kind, Route] = {"own": first}
         origin = {**policy.origin, "require": "the first step of the ring"}
         same = policy.changed(require=backend, allow=None, prefer=(), origin=origin)
         try:
-            for kind in ring.kinds(causal=causal, load_balance=sharding.load_balance, size=sharding.size)[1:]:
-                query, key, value = ring.part(kind, whole.query, whole.key, whole.value)
+            for kind in ring_steps.kinds(
+                causal=causal, load_balance=sharding.load_balance, size=sharding.size
+            )[1:]:
+                query, key, value = ring_steps.part(kind, whole.query, whole.key, whole.value)
                 given = _without_masks(whole.given)
                 step = replace(
                     whole, given=given, query=query, key=key, value=value, mask=None, is_causal=False
@@ -213,7 +232,7 @@ def _routes(problem: Problem, policy: Policy, sharding: Sharding) -> dict[ring.K
 
 def _of_ring(problem: Problem, sharding: Sharding) -> Problem:
     """Return a call as the ring makes it; one with masks or biases of whole sequences is described so."""
-    query, key, value = problem.query, ring.dense(problem.key), ring.dense(problem.value)
+    query, key, value = problem.query, ring_steps.dense(problem.key), ring_steps.dense(problem.value)
     nodes = () if problem.whole_mask is None else problem.whole_mask.nodes
     if problem.bias is not None or not all(isinstance(node, Causal) for node in nodes):
         query, key, value = (_as_long(t, sharding.size) for t in (query, key, value))
@@ -234,19 +253,12 @@ def _route(problem: Problem, policy: Policy) -> Route:
     return routes.lookup(key) or routes.make(problem, policy, key)
 
 
-def _round_the_ring(problem: Problem, way: Way, sharding: Sharding) -> Output:
-    def step(route: Route) -> ring.Step:
-        pair: Any = route.executor.pair
-        return ring.Step(pair, route.plan, FULL if route.mask is None else route.mask, problem.scale)
-
-    steps = {kind: step(route) for kind, route in way.routes.items()}
-    whole = ring.Ring(sharding, "first_keys" in steps or steps["own"].mask.band_hi is not None, steps)
-
+def _round_the_ring(problem: Problem, route: Route, whole: ring_steps.Ring) -> Output:
     def round_() -> Output:
-        out, lse = ring.attend(problem.query, problem.key, problem.value, whole)
+        out, lse = ring.attend(problem.query, problem.key, problem.value, whole, problem.scale)
         return problem.in_given_layout(out, lse)
 
-    return routes.heard(way.routes["own"], problem, round_)
+    return routes.heard(route, problem, round_)
 
 
 def _by_exchange(

@@ -41,6 +41,7 @@ from attnroute.executors.strides import fitted, watch
 from attnroute.masks.lowered.dense import empty_rows
 from attnroute.masks.lowered.form import as_4d
 from attnroute.masks.lowered.sequences import Rows
+from attnroute.masks.tracing import is_traced
 
 
 def run(inputs: Inputs, plan: Plan) -> Output:
@@ -49,7 +50,9 @@ def run(inputs: Inputs, plan: Plan) -> Output:
         return _cpu(inputs, return_lse=plan.return_lse)
     out, lse, *_ = _cuda(inputs, plan)
     watch(out, plan)
-    return out, _minus_infinity(lse) if plan.return_lse else None
+    if not plan.return_lse:
+        return out, None
+    return out, lse if _leaves_no_row_out(inputs, plan) else _minus_infinity(lse)
 
 
 def forward(inputs: Inputs, plan: Plan) -> ForwardResult:
@@ -58,7 +61,7 @@ def forward(inputs: Inputs, plan: Plan) -> ForwardResult:
         out, lse = _cpu(inputs, return_lse=True)
         return ForwardResult(out, cast("Tensor", lse))
     out, lse, *rest = _cuda(inputs, plan)
-    return ForwardResult(out, _minus_infinity(lse), tuple(rest))
+    return ForwardResult(out, lse if _leaves_no_row_out(inputs, plan) else _minus_infinity(lse), tuple(rest))
 
 
 def backward(inputs: Inputs, plan: Plan, result: ForwardResult, grad_out: Tensor, _: Wanted) -> Grads:
@@ -91,6 +94,13 @@ def _cuda(inputs: Inputs, plan: Plan) -> tuple[Any, ...]:
 
 def _reads_lse(plan: Plan) -> bool:
     return plan.training or plan.return_lse or "sink_from_lse" in plan.repairs
+
+
+def _leaves_no_row_out(inputs: Inputs, plan: Plan) -> bool:
+    """Return whether every row has a key, as lengths and band say: two launches are spared then."""
+    if "to_varlen" in plan.repairs or not _is_plain(inputs) or is_traced(inputs.query):
+        return False
+    return inputs.key.shape[2] >= (1 if inputs.mask.band_hi is None else inputs.query.shape[2])
 
 
 def _minus_infinity(lse: Tensor) -> Tensor:
