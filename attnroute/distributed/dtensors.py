@@ -25,12 +25,12 @@ from attnroute.distributed.call_tensors import (
     check_function,
     from_row_and_head,
 )
+from attnroute.distributed.dtensor_calls import Calls, Spread, place_of
 from attnroute.distributed.sharding import BATCH, HEAD_DIM, HEADS, KV_HEADS, TOKENS, Cut, Placed
 from attnroute.errors import ArgumentError, argument_error
 from attnroute.masks.kept import remember
-from attnroute.masks.objects.bands import Causal, Window
 from attnroute.masks.objects.base import Mask
-from attnroute.masks.tracing import is_open, is_traced
+from attnroute.masks.tracing import is_traced
 from attnroute.memory import Memory
 from attnroute.settings import seeks_consensus
 
@@ -85,6 +85,10 @@ class _Layout:
 
 
 _KNOWN: Memory[object, _Layout] = Memory(_KEPT, f"{__name__}._KNOWN", "never: the mesh is part of the key")
+_CALLS: Memory[object, tuple[_Layout, Calls | None]] = Memory(
+    _KEPT, f"{__name__}._CALLS", "never: mesh, placements and sizes are the key"
+)
+"""Of calls with three tensors also what they have in common, None where they go the long way."""
 
 
 def run(given: Given, attend: Callable[[Given], Output], decide: Callable[[Given], Decision]) -> Output:
@@ -102,21 +106,57 @@ def run(given: Given, attend: Callable[[Given], Output], decide: Callable[[Given
         ArgumentError: A placement needs communication; the message names the redistribution to ask for.
         ConsensusError: ATTNROUTE_CONSENSUS is set, and another process would run the call differently.
     """
+    place = place_of(given)
+    known = None if place is None else _CALLS.get(place)
+    if known is not None and known[1] is not None and not seeks_consensus():
+        _check_dropout(given, known[0])
+        return known[1].run(given, attend)
     layout = _layout_of(given)
-    if given.dropout_p and layout.is_repeated:
-        required = "0.0 where processes compute the same part, as each drops weights of its own"
-        raise argument_error("dropout_p", required, given.dropout_p, "shard batch or heads on each dimension")
+    _check_dropout(given, layout)
     local = _local(given, layout)
     if seeks_consensus():
         consensus.seek(given, local, decide, takes_part=not layout.is_empty)
     out, lse = _nothing(local) if layout.is_empty else attend(local)
-    axes = LAYOUTS[given.layout]
-    sizes = dict(zip(axes, given.query.shape, strict=True)) | {HEAD_DIM: given.value.shape[-1]}
-    mesh = cast("DTensor", given.query).device_mesh
-    whole = _whole(out, mesh, layout, axes, sizes)
+    of_out, of_lse = _results(given, layout)
+    whole = of_out.dtensor(out)
     if not given.return_lse or lse is None:
         return whole, None
-    return whole, _whole(lse, mesh, layout, _LSE_THD if given.layout == "thd" else _LSE, sizes)
+    return whole, of_lse.dtensor(lse)
+
+
+def _check_dropout(given: Given, layout: _Layout) -> None:
+    if given.dropout_p and layout.is_repeated:
+        required = "0.0 where processes compute the same part, as each drops weights of its own"
+        raise argument_error("dropout_p", required, given.dropout_p, "shard batch or heads on each dimension")
+
+
+def _results(given: Given, layout: _Layout) -> tuple[Spread, Spread]:
+    """Return how output and log-sum-exp lie."""
+    axes, of_lse = LAYOUTS[given.layout], _LSE_THD if given.layout == "thd" else _LSE
+    sizes = dict(zip(axes, given.query.shape, strict=True)) | {HEAD_DIM: given.value.shape[-1]}
+    mesh = cast("DTensor", given.query).device_mesh
+    out, lse = (
+        Spread(mesh, layout.placements(which), tuple(sizes[axis] for axis in which))
+        for which in (axes, of_lse)
+    )
+    return out, lse
+
+
+def _calls(given: Given, layout: _Layout) -> Calls | None:
+    """Return what calls like one have in common; None where this process has no part of them."""
+    if layout.is_empty:
+        return None
+    mesh, names = cast("DTensor", given.query).device_mesh, [part.name for part in layout.parts]
+    cuts = [part.cuts for part in layout.parts]
+
+    def cut(local: list[Tensor]) -> list[Tensor]:
+        return [_cut(*its) if its[2] else its[1] for its in zip(names, local, cuts, strict=True)]
+
+    gradients = [
+        Spread(mesh, part.grads, tuple(tensor.shape))
+        for part, tensor in zip(layout.parts, given[:3], strict=True)
+    ]
+    return Calls(cut, tuple(gradients), _results(given, layout))
 
 
 def local_call(given: Given) -> Given:
@@ -143,10 +183,10 @@ def is_local(given: Given) -> bool:
 
 def _layout_of(given: Given) -> _Layout:
     """Return what this process computes of a call, from the placements and sizes of all its tensors."""
-    place = _place(given)
-    known = None if place is None else _KNOWN.get(place)
+    place = place_of(given)
+    known = None if place is None else _CALLS.get(place)
     if known is not None:
-        return known
+        return known[0]
     if given.layout not in LAYOUTS:
         raise argument_error("layout", f"one of {', '.join(LAYOUTS)}", given.layout, "pass one of them")
     mesh = _mesh_of(given)
@@ -169,25 +209,8 @@ def _layout_of(given: Given) -> _Layout:
     key = mesh, _coordinate(mesh), tuple(tensors)
     layout = _KNOWN.keep(key, lambda: _made(mesh, tensors, splits))
     if place is not None:
-        _KNOWN.put(place, layout)
+        _CALLS.put(place, (layout, _calls(given, layout)))
     return layout
-
-
-def _place(given: Given) -> Any:
-    """Return under what the layout of a call with three tensors is kept; None of any other."""
-    query, key, value, mask, *_ = given
-    if not (mask is None or type(mask) in (Causal, Window)):
-        return None
-    if not (
-        given.bias is given.sink is given.alibi_slopes is given.cu_seqlens_q is given.cu_seqlens_kv is None
-    ):
-        return None
-    place: list[Any] = [given.layout]
-    for tensor in (query, key, value):
-        if not isinstance(tensor, DTensor) or is_open(tensor.shape):
-            return None
-        place += tensor.device_mesh, tensor.placements, tensor.shape
-    return (*place, _coordinate(place[1]))
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
@@ -354,24 +377,3 @@ def _nothing(local: Given) -> Output:
         return out, None
     shape = out.shape[:-1] if local.layout == "bhsd" else out.transpose(-2, -3).shape[:-1]
     return out, out.new_empty(shape, dtype=torch.float32)
-
-
-def _whole(
-    local: Tensor, mesh: DeviceMesh, layout: _Layout, axes: tuple[str, ...], sizes: dict[str, int]
-) -> Tensor:
-    """Return the DTensor of a result; its dimensions lie in memory in the order of the local ones."""
-    shape = tuple(sizes[axis] for axis in axes)
-    strides, step = [0] * len(shape), 1
-    order = [*reversed(range(len(shape)))]
-    if local.dim() == len(shape) and 0 not in local.shape:
-        order.sort(key=local.stride)
-    for dim in order:
-        strides[dim], step = step, step * shape[dim]
-    return DTensor.from_local(
-        local,
-        mesh,
-        layout.placements(axes),
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(strides),
-    )
