@@ -46,6 +46,7 @@ class Case:
         heads_kv: Key heads.
         train: Forward and backward.
         learned: What else gets a gradient.
+        own: What else does from attention() alone.
     """
 
     ours: dict[str, Any] = field(default_factory=dict)
@@ -53,6 +54,7 @@ class Case:
     heads_kv: int = SHAPE[1]
     train: bool = False
     learned: tuple[torch.Tensor, ...] = ()
+    own: tuple[torch.Tensor, ...] = ()
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
@@ -83,7 +85,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
     learned = bias.clone().requires_grad_()
     yield "training, bias", Case({"bias": learned}, {"attn_mask": learned}, train=True, learned=(learned,))
     learned = sink.clone().requires_grad_()
-    yield "training, sink", Case({"sink": learned}, train=True)
+    yield "training, sink", Case({"sink": learned}, train=True, own=(learned,))
     yield "training, bool mask", Case({"mask": flags}, {"attn_mask": flags}, train=True)
 
 
@@ -165,7 +167,9 @@ def measure(case: Case, layout: str, device: str, dtype: torch.dtype, rounds: in
     if bare is not None:
         runs["operator"] = bare
     if case.train:
-        runs = {name: with_gradients(run, [*inputs, *case.learned]) for name, run in runs.items()}
+        learned = [*inputs, *case.learned]
+        asked = {name: learned if name != "attention" else [*learned, *case.own] for name in runs}
+        runs = {name: with_gradients(run, asked[name]) for name, run in runs.items()}
     return {"selected": selected, **in_turns(runs, device, rounds)}
 
 

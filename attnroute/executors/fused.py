@@ -79,27 +79,36 @@ class Prebound:
         Returns:
             Whether it was launched; False where operators must do what it does.
         """
-        launch = self._launch or self._bound(tensors)
+        launch = self._launch
+        if launch is None:
+            return self._first(tensors)
         return launch(*[tensor.data_ptr() for tensor in tensors])
 
-    def _bound(self, tensors: tuple[Tensor, ...]) -> Launch:
-        """Return what launches it: for good, or for once as long as calls of the kind are few."""
+    def _first(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Compile and bind it, unless calls of the kind are few, and launch it for the first time."""
         kernel, device = self._kernel, tensors[0].device
         what = kernel.kind(*tensors)
         if what is None:
             self._launch = _leave
-            return _leave
+            return False
         kind = _KINDS.keep((kernel.kind, what, device), _Kind)
         if kind.left > 0:
             kind.left -= 1
-            return _leave
+            return False
         if not kind.is_tried:
             if torch.cuda.is_current_stream_capturing() or torch.cuda.current_device() != device.index:
-                return _leave
+                return False
             kind.is_tried, kind.compiled = True, _compiled(kernel, tensors)
-        found = kind.compiled
-        self._launch = launch = _leave if found is None else kernel.bound(found, *tensors)
-        return launch
+        launch, is_launched = _leave, False
+        if kind.compiled is not None:
+            try:
+                launch = kernel.bound(kind.compiled, *tensors)
+                is_launched = launch(*[tensor.data_ptr() for tensor in tensors])
+            except (AttributeError, TypeError):
+                # A Triton that takes other arguments; nothing was launched.
+                launch, kind.compiled = _leave, None
+        self._launch = launch
+        return is_launched
 
 
 def _leave(*_: int) -> bool:
@@ -129,13 +138,15 @@ def bind(
     if "constexpr" not in types:
         # Before Triton 3.3 these are no arguments any more.
         numbers = numbers[: len(numbers) - len(compiled.src.fn.constexprs)]
-    run, index = compiled[grid], device.index
+    run, index = compiled.run, device.index
+    # No metadata and no hooks, which profilers of Triton itself have.
+    fixed = (compiled.function, compiled.packed_metadata, None, None, None)
     current_device, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
     def launch(*addresses: int) -> bool:
         if current_device() != index:
             return False
-        run(*addresses, *numbers, stream=stream_of(index))
+        run(*grid, stream_of(index), *fixed, *addresses, *numbers)
         return True
 
     return launch

@@ -59,7 +59,7 @@ def fitted(grad: Tensor, out: Tensor, *, as_output: bool = False) -> Tensor:
         out: The output that it belongs to.
         as_output: It must have the strides of the output.
     """
-    return _fitted(grad, out.stride(), as_output=as_output)
+    return Fit(out.stride(), as_output=as_output)(grad)
 
 
 class Fit:
@@ -74,22 +74,19 @@ class Fit:
 
     def __call__(self, grad: Tensor) -> Tensor:
         """Return the gradient as a kernel's backward takes it."""
-        return _fitted(grad, self._strides, as_output=self._as_output)
-
-
-def _fitted(grad: Tensor, strides: Sequence[int], *, as_output: bool) -> Tensor:
-    try:
-        # Most lie as the output does, and the backward waits for this.
-        if grad.__class__ is Tensor and grad.stride() == strides and not grad.data_ptr() % 16:
+        strides = self._strides
+        try:
+            # Most lie as the output does, and the backward waits for this.
+            if grad.__class__ is Tensor and grad.stride() == strides and not grad.data_ptr() % 16:
+                return grad
+        except RuntimeError:
+            # A gradient of several samples at once has no address; each is taken out of the copy later.
+            return _permuted(grad, strides)
+        if is_batched(grad):
+            return _permuted(grad, strides)
+        if _lies_as(grad, strides) if self._as_output else is_packed(grad):
             return grad
-    except RuntimeError:
-        # A gradient of several samples at once has no address; each is taken out of the copy later.
-        return _permuted(grad, strides)
-    if is_batched(grad):
-        return _permuted(grad, strides)
-    if _lies_as(grad, strides) if as_output else is_packed(grad):
-        return grad
-    return _permuted(grad, strides) if is_traced(grad) else _copied(grad, strides)
+        return _permuted(grad, strides) if is_traced(grad) else _copied(grad, strides)
 
 
 def _permuted(grad: Tensor, strides: Sequence[int]) -> Tensor:

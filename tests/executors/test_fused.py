@@ -38,8 +38,17 @@ class _Compiled:
     def __init__(self, src, launched):
         self.src, self.launched = src, launched
 
-    def __getitem__(self, grid):
-        return lambda *given, stream: self.launched.append((grid, given, stream))
+    function, packed_metadata = "function", "metadata"
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *given):
+        assert (function, metadata, launch_metadata, enter, leave) == (
+            "function",
+            "metadata",
+            None,
+            None,
+            None,
+        )
+        self.launched.append(((x, y, z), given, stream))
 
 
 @pytest.fixture
@@ -117,6 +126,15 @@ def test_what_cannot_be_compiled_is_tried_once(card):
     card.refuses = True
     run = Prebound(kernel_of(card))
     assert not any(run(TENSOR) for _ in range(OFTEN + 5))
+    assert card.compiled == 1
+
+
+def test_a_triton_that_takes_other_arguments_leaves_it_to_operators(card, monkeypatch):
+    monkeypatch.setattr(_Compiled, "run", lambda *_, stream: stream)
+    kernel = kernel_of(card)
+    for _ in range(OFTEN):
+        Prebound(kernel)(TENSOR)
+    assert not any(run(TENSOR) for run in (Prebound(kernel), Prebound(kernel)))
     assert card.compiled == 1
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnroute.executors.aten.handover import Launch, pair_of, short_way
-from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
+from attnroute.executors.aten.operators import attn_of, is_causal, operator_of, scaled
 from attnroute.executors.protocol import (
     Executor,
     ForwardResult,
@@ -94,13 +94,13 @@ def _operator(inputs: Inputs, *, keep_lse: bool, dropout_p: float) -> tuple[Any,
 
 def _launch_of(inputs: Inputs, plan: Plan) -> Launch:
     """Return what calls the operator."""
-    operator = operator_of("_scaled_dot_product_cudnn_attention", inputs.query)
-    causal, scale, dropout_p = is_causal(inputs), inputs.scale, _dropout_of(inputs, plan)
+    operator = scaled(operator_of("_scaled_dot_product_cudnn_attention", inputs.query), inputs.scale)
+    causal, dropout_p = is_causal(inputs), _dropout_of(inputs, plan)
     keep_lse = plan.training or plan.return_lse
 
     def launch(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, *, whole: bool = False) -> Any:
         attn = None if attn is None else as_4d(attn)
-        made = operator(query, key, value, attn, keep_lse, dropout_p, causal, False, scale=scale)
+        made = operator(query, key, value, attn, keep_lse, dropout_p, causal, False)
         return made if whole else made[0]
 
     return launch

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
 from attnroute.executors.aten.handover import Launch, pair_of, short_way
+from attnroute.executors.aten.operators import scaled
 from attnroute.executors.protocol import (
     Executor,
     ForwardResult,
@@ -164,16 +165,17 @@ def _bottom_right_backward(inputs: Inputs, result: ForwardResult, grad_out: Tens
 
 def _launch_of(inputs: Inputs, plan: Plan) -> Launch | None:
     """Return what calls the operator of scaled_dot_product_attention."""
-    high, scale, dropout_p = _causal_band(inputs), inputs.scale, inputs.dropout_p
+    high, dropout_p = _causal_band(inputs), inputs.dropout_p
     keep_lse = plan.training or plan.return_lse
     if high or "align_bias" in plan.repairs:
         return None
-    causal, operator = high is not None, torch._scaled_dot_product_efficient_attention  # type: ignore[attr-defined]
+    causal = high is not None
+    operator = scaled(torch._scaled_dot_product_efficient_attention, inputs.scale)  # type: ignore[attr-defined]
     shape = (*inputs.query.shape[:3], inputs.key.shape[2])
 
     def launch(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, *, whole: bool = False) -> Any:
         attn = None if attn is None else attn.expand(shape)
-        made = operator(query, key, value, attn, keep_lse, dropout_p, causal, scale=scale)
+        made = operator(query, key, value, attn, keep_lse, dropout_p, causal)
         return made if whole else made[0]
 
     return launch

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from attnroute.executors.aten import flash_backward
 from attnroute.executors.aten.handover import Launch, pair_of, short_way
-from attnroute.executors.aten.operators import attn_of, is_causal, operator_of
+from attnroute.executors.aten.operators import attn_of, is_causal, operator_of, scaled
 from attnroute.executors.protocol import (
     Executor,
     ForwardResult,
@@ -275,15 +275,15 @@ def _sequences_of(inputs: Inputs, plan: Plan) -> Launch:
 
 def _launch_of(inputs: Inputs, plan: Plan) -> Launch | None:
     """Return what calls the operator that fits the device and the mask."""
-    causal, scale, dropout_p = is_causal(inputs), inputs.scale, inputs.dropout_p
+    causal, dropout_p = is_causal(inputs), inputs.dropout_p
     if plan.device_type == "cpu":
-        on_cpu = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
+        on_cpu = scaled(torch._scaled_dot_product_flash_attention_for_cpu, inputs.scale)  # type: ignore[attr-defined]
 
         def launch_on_cpu(
             query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None, *, whole: bool = False
         ) -> Any:
             attn = None if attn is None else as_4d(attn)
-            made = on_cpu(query, key, value, dropout_p, causal, attn_mask=attn, scale=scale)
+            made = on_cpu(query, key, value, dropout_p, causal, attn_mask=attn)
             return made if whole else made[0]
 
         return launch_on_cpu
@@ -293,10 +293,10 @@ def _launch_of(inputs: Inputs, plan: Plan) -> Launch | None:
         return _sequences_of(inputs, plan)
     if not _is_plain(inputs):
         return None if _misses_keys(inputs) else _window_of(inputs)
-    operator = operator_of("_scaled_dot_product_flash_attention", inputs.query)
+    operator = scaled(operator_of("_scaled_dot_product_flash_attention", inputs.query), inputs.scale)
 
     def launch(query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, *, whole: bool = False) -> Any:
-        made = operator(query, key, value, dropout_p, causal, False, scale=scale)
+        made = operator(query, key, value, dropout_p, causal, False)
         return made if whole else made[0]
 
     return launch

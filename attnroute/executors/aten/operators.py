@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ def operator_of(name: str, query: Tensor) -> Any:
         query: A tensor of the call, a tracer's or not.
     """
     return _traced(name) if is_traced(query) else _eager(name)
+
+
+def scaled(operator: Any, scale: float | None) -> Any:
+    """Return an operator that has the scale: each argument that is read costs the host."""
+    return operator if scale is None else partial(operator, scale=scale)
 
 
 def attn_of(inputs: Inputs) -> Tensor | None:
