@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import functional
 
 from attnroute.api import checkpoint, lengths, packed, routes
 from attnroute.api.alike import OF_MASK, alike
 from attnroute.api.families import HAS_GUARDS, Family, guards_of
 from attnroute.api.keys import key_of
 from attnroute.api.records import Given, Problem
+from attnroute.distributed.torchs import STOCK, is_around
 from attnroute.errors import KernelRefusedError
 from attnroute.executors.prepare.apply import bind
 from attnroute.masks.kept import Keeper, keeper_of
@@ -89,6 +91,9 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
         arguments: Those of `attention()`, in their order.
     """
     if checkpoint.is_inside() or _count_dispatch_modes() or _only_deterministic() or routes.LISTENERS:
+        return None
+    if functional.scaled_dot_product_attention is not STOCK and is_around():
+        # The same call outside of torch's block attends to other keys.
         return None
     try:
         place, tensors, passed, keeper = alike(arguments)
