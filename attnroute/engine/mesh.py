@@ -87,6 +87,9 @@ class Way(_Part):
         parts: What ranks do, those with the most first.
         transfers: What each of those sends.
         kv_copies: How often key/value heads are copied, so that each rank has one.
+        kv_whole: The key/value heads that each rank holds, where they cannot be split as the query heads are;
+            None where each holds what it reads.
+        copies_heads: Then some ranks copy a key/value head for each of its query heads.
         memory_bytes: Query, key, value and output of a rank, with their gradients in training, and what is
             received beside them.
         attention_ms: Predicted time of attention of those with the most; None where it is not measured.
@@ -98,6 +101,8 @@ class Way(_Part):
     parts: tuple[Part, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     kv_copies: int = 1
+    kv_whole: int | None = None
+    copies_heads: bool = False
     memory_bytes: int = 0
     attention_ms: float | None = None
     waiting_ms: float | None = None
@@ -186,7 +191,9 @@ class _Planner:
             parts=parts,
             transfers=(*moved, *sums),
             kv_copies=copies,
-            memory_bytes=self._held(name, most.call, copies),
+            kv_whole=most.kv_whole,
+            copies_heads=any(share.copies_heads for share in found),
+            memory_bytes=self._held(name, most, copies),
             attention_ms=attention,
             waiting_ms=_sum([self._waited(one, attention) for one in (*moved, *sums)]),
         )
@@ -202,11 +209,15 @@ class _Planner:
             return None
         return max(0.0, transfer.ms - attention_ms * (transfer.ranks - 1) / transfer.ranks)
 
-    def _held(self, name: WayName, call: Call, copies: int) -> int:
+    def _held(self, name: WayName, share: split.Share, copies: int) -> int:
         """Return the bytes of a rank's own tensors, of their gradients, and of what comes beside them."""
+        call = share.call
         cp, trains = self.mesh.cp, call.phase == "training"
         own, keys = tensor_bytes(call) // cp, key_bytes(call) // cp
-        total = own * (2 if trains else 1)
+        # What is read of whole keys is a view of them, unless heads are copied.
+        besides = 0 if share.kv_whole is None else key_bytes(_all_keys(share)) // cp
+        besides -= keys if besides and not share.copies_heads else 0
+        total = (own + besides) * (2 if trains else 1)
         if name == "ring":
             return total + keys + (_sums(call) // cp if trains else 0)
         if name == "ulysses":
@@ -253,7 +264,7 @@ class _Planner:
         """Return the sum of gradients of key/value heads that several ranks read, where there is one."""
         if share.readers == 1 or share.call.phase != "training":
             return []
-        size, group = key_bytes(share.call) // self.mesh.cp, self._group("tp", share.readers)
+        size, group = key_bytes(_all_keys(share)) // self.mesh.cp, self._group("tp", share.readers)
         transfer = Transfer(
             how="summed",
             over="tp",
@@ -269,6 +280,12 @@ class _Planner:
         if self.fabric is None:
             return None
         return Group.of(self.fabric, size, self.mesh.tp if over == "cp" else 1)
+
+
+def _all_keys(share: split.Share) -> Call:
+    """Return a call with the key/value heads that a rank holds, of which it may read some."""
+    held = share.kv_whole
+    return share.call if held is None else share.call.changed(num_heads_kv=held, num_heads_q=held)
 
 
 def key_bytes(call: Call) -> int:

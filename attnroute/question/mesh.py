@@ -52,11 +52,19 @@ class Share(NamedTuple):
         call: The call with their batch rows and heads.
         ranks: How many ranks have as many.
         readers: How many ranks of `tp` have the same key/value heads.
+        kv_whole: The key/value heads that each rank holds, and of which it reads some, where no split of them
+            goes with that of the query heads; None where each holds what it reads.
     """
 
     call: Call
     ranks: int
     readers: int
+    kv_whole: int | None = None
+
+    @property
+    def copies_heads(self) -> bool:
+        """Whether a key/value head is copied for each query head, as these share them unevenly."""
+        return self.kv_whole is not None and 1 < self.call.num_heads_kv == self.call.num_heads_q
 
 
 class Step(NamedTuple):
@@ -89,7 +97,7 @@ def shares(call: Call, mesh: Mesh) -> list[Share]:
     """Return what the ranks of `dp` and `tp` have of a call, those with the most first.
 
     Raises:
-        ArgumentError: A rank would have no batch row or head, or query heads without their key/value heads.
+        ArgumentError: A rank would have no batch row or head.
     """
     if call.layout == "thd" and max(mesh.dp, mesh.cp) > 1:
         got = f"dp={mesh.dp},cp={mesh.cp} with layout thd"
@@ -98,10 +106,10 @@ def shares(call: Call, mesh: Mesh) -> list[Share]:
             f"--mesh requires calls with a batch dimension for dp and cp; got {got}; {to_do}."
         )
     rows = _pieces("dp", mesh.dp, call.batch, "batch rows")
-    heads, readers = _heads(call, mesh.tp)
+    heads, readers, kv_whole = _heads(call, mesh.tp)
     found = Counter((batch, *pair) for batch in rows for pair in heads)
     return [
-        Share(_narrowed(call, batch, num_q, num_kv), count * mesh.cp, readers)
+        Share(_narrowed(call, batch, num_q, num_kv), count * mesh.cp, readers, kv_whole)
         for (batch, num_q, num_kv), count in sorted(found.items(), reverse=True)
     ]
 
@@ -159,32 +167,36 @@ def _pieces(name: str, parts: int, count: int, of: str) -> list[int]:
     return found
 
 
-def _heads(call: Call, tp: int) -> tuple[list[tuple[int, int]], int]:
-    """Return query and key/value heads of each rank, and how many ranks share the latter."""
+def _heads(call: Call, tp: int) -> tuple[list[tuple[int, int]], int, int | None]:
+    """Return query and key/value heads of each rank's call, how many ranks share the latter, and `kv_whole`.
+
+    Raises:
+        ArgumentError: A rank would have no head.
+    """
     num_q, num_kv = call.num_heads_q, call.num_heads_kv
     if num_kv < tp and tp % max(1, num_kv) == 0 and num_q % tp == 0:
-        return [(num_q // tp, 1)] * tp, tp // num_kv
-    queries, keys = pieces(num_q, tp), pieces(num_kv, tp)
-    if not all(keys) or any(q * num_kv != k * num_q for q, k in zip(queries, keys, strict=True)):
-        cut = f"in torch's pieces ranks have {_told(queries)} query heads and {_told(keys)} key/value heads"
-        choice = ", ".join(str(n) for n in range(1, num_q + 1) if num_q % n == 0 and _divides(n, num_kv))
-        required = "key/value heads that it divides, or that divide it, and query heads that it divides"
-        got = f"{num_q} query and {num_kv} key/value heads"
-        clause = f"{cut}, which is uneven; choose one of {choice}"
-        raise ArgumentError(f"--mesh tp={tp} requires {required}; got {got}; {clause}.")
-    return list(zip(queries, keys, strict=True)), 1
+        return [(num_q // tp, 1)] * tp, tp // num_kv, None
+    queries, keys = _pieces("tp", tp, num_q, "query heads"), pieces(num_kv, tp)
+    if all(q * num_kv == k * num_q for q, k in zip(queries, keys, strict=True)):
+        return list(zip(queries, keys, strict=True)), 1, None
+    return _of_whole(queries, num_q // num_kv), tp, num_kv
 
 
-def _divides(one: int, other: int) -> bool:
-    return max(one, other) % min(one, other) == 0
+def _of_whole(queries: list[int], shared: int) -> list[tuple[int, int]]:
+    """Return the heads of each rank's call where it has all key/value heads, as calls on DTensors cut them.
 
-
-def _told(counts: list[int]) -> str:
-    """Say counts of ranks: "3, 3 and 2", of many ranks the most and the least."""
-    few = 8
-    if len(counts) > few:
-        return f"from {max(counts)} down to {min(counts)}"
-    return f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    Args:
+        queries: The query heads of each rank.
+        shared: How many of them a key/value head has.
+    """
+    found, start = [], 0
+    for own in queries:
+        stop = start + own
+        keys = -(-stop // shared) - start // shared
+        # Heads that are not shared evenly are copied for each query head.
+        found.append((own, keys if keys == 1 or keys * shared == own else own))
+        start = stop
+    return found
 
 
 def _tokens(call: Call, parts: int) -> None:

@@ -75,9 +75,16 @@ def _way(way: Way, plan: Plan) -> list[Line]:
         return [*lines, *lost]
     if way.kv_copies > 1:
         lines.append(item(f"key/value heads are copied {way.kv_copies} times, so that each rank has one"))
+    if way.kv_whole is not None:
+        lines.append(item(_whole(way, way.kv_whole)))
     lines += [item(_transfer(transfer)) for transfer in way.transfers]
     lines.append(item(f"memory of tensors: {size(way.memory_bytes)} for each rank"))
     return [*lines, *lost, item(f"predicted {_total(way)}")]
+
+
+def _whole(way: Way, held: int) -> str:
+    then = ", and copied for each query head where those share them unevenly" if way.copies_heads else ""
+    return f"key/value heads cannot be split as query heads are: all {held} are on each rank{then}"
 
 
 def _part(part: Part, *, uneven: bool) -> list[Line]:

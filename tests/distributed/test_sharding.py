@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from attnroute.distributed.sharding import (
@@ -21,6 +22,8 @@ from attnroute.distributed.sharding import (
     splits_of,
 )
 from attnroute.errors import ArgumentError
+from attnroute.question.line import parse
+from attnroute.question.mesh import Mesh, shares
 
 AXES = (BATCH, HEADS, TOKENS, HEAD_DIM)
 KV_AXES = (BATCH, KV_HEADS, TOKENS, HEAD_DIM)
@@ -134,3 +137,24 @@ def test_key_heads_that_lie_elsewhere_are_refused():
         ArgumentError, match=r"4 key/value heads in 3 chunks .* key.redistribute\(mesh, \[Replicate"
     ):
         share_of([heads, keys, keys], (HEADS,), (3,), (0,))
+
+
+@given(shared=st.integers(1, 6), kv_heads=st.integers(1, 8), ranks=st.integers(1, 8))
+def test_explain_mesh_says_the_heads_that_calls_on_dtensors_have(shared, kv_heads, ranks):
+    heads = shared * kv_heads
+    try:
+        explained = shares(parse(f"bf16 b1 hq{heads} hkv{kv_heads} sq64 d64"), Mesh(tp=ranks))
+    except ArgumentError:
+        assume(False)
+    tensors = [
+        Placed("query", AXES, (1, heads, 0, 0), (1,)),
+        *(Placed(name, KV_AXES, (1, kv_heads, 0, 0), (None,)) for name in ("key", "value")),
+    ]
+    cut = Counter()
+    for rank in range(ranks):
+        of_query, of_key, _ = share_of(tensors, splits_of(tensors), (ranks,), (rank,)).cuts
+        # A tensor that is read as it lies has no cut.
+        queries = of_query[0].length if of_query else heads
+        keys = (len(of_key[0].heads or ()) or of_key[0].length) if of_key else kv_heads
+        cut[queries, keys] += 1
+    assert cut == {(s.call.num_heads_q, s.call.num_heads_kv): s.ranks for s in explained}

@@ -74,6 +74,17 @@ def test_gradients_of_shared_key_heads_are_summed():
     assert planned(LONG, "tp=32").ways[0].transfers == ()
 
 
+def test_whole_key_heads_are_held_and_summed_by_all():
+    line = "bf16 b4 hq12 hkv6 sq4096 d128 train"
+    (way,) = planned(line, "tp=4").ways
+    (moved,) = way.transfers
+    head = 4 * 4096 * 128 * 2
+    assert (moved.how, moved.ranks, moved.backward_bytes) == ("summed", 4, 2 * (6 * 2 * head) * 3 // 4)
+    # Query and output of 3 heads, as many copies of keys and values, and these whole; all with gradients.
+    assert way.memory_bytes == 2 * (3 + 3 + 2 * 3 + 2 * 6) * head
+    assert "all 6 are on each rank, and copied for each query head" in text_of(line, "tp=4")
+
+
 def test_what_a_ring_loses_has_the_reason_of_its_row():
     told = text_of("bf16 b4 hq32 hkv8 sq8192 d128 window=1023,0 train", "cp=4")
     assert "no backend may run this call" in told

@@ -62,17 +62,27 @@ def test_uneven_heads_make_two_kinds_of_ranks():
     ]
 
 
-def test_query_heads_stay_with_their_key_heads():
-    assert refused(CAUSAL, "tp=3") == (
-        "--mesh tp=3 requires key/value heads that it divides, or that divide it, and query heads that it "
-        "divides; got 32 query and 8 key/value heads; in torch's pieces ranks have 11, 11 and 10 query heads "
-        "and 3, 3 and 2 key/value heads, which is uneven; choose one of 1, 2, 4, 8, 16, 32."
-    )
+@pytest.mark.parametrize(
+    ("line", "tp", "expected"),
+    [
+        ("bf16 b1 hq12 hkv6 sq64 d64", 4, [(4, 3, 3)]),
+        ("bf16 b1 hq12 hkv3 sq64 d64", 4, [(2, 3, 3), (2, 3, 1)]),
+        ("bf16 b1 hq32 hkv8 sq64 d64", 3, [(2, 11, 11), (1, 10, 10)]),
+        ("bf16 b1 hq12 hkv2 sq64 d64", 3, [(1, 4, 4), (2, 4, 1)]),
+    ],
+)
+def test_key_heads_that_no_split_fits_are_whole_on_each_rank(line, tp, expected):
+    found = shares(parse(line), Mesh(tp=tp))
+    assert [(s.ranks, s.call.num_heads_q, s.call.num_heads_kv) for s in found] == expected
+    assert {(s.readers, s.kv_whole) for s in found} == {(tp, parse(line).num_heads_kv)}
+    assert [s.copies_heads for s in found] == [kv > 1 for _, _, kv in expected]
 
 
 def test_no_rank_is_left_without_work():
     assert "torch's Shard would leave 2 of 6 ranks without any" in refused(CAUSAL, "dp=6")
-    assert "choose one of 1, 2, 4, 8" in refused("bf16 b4 hq8 sq64 d64", "tp=6")
+    assert "query heads for every rank; got 8; torch's Shard would leave 2 of 6" in refused(
+        "bf16 b4 hq8 sq64 d64", "tp=6"
+    )
 
 
 def test_packed_sequences_are_split_by_heads_alone():
