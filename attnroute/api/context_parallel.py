@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from attnroute.api import routes
 from attnroute.api.intake import take
 from attnroute.api.keys import key_of
 from attnroute.api.validate import check
-from attnroute.distributed import ring, ring_steps, ulysses
+from attnroute.distributed import consensus, ring, ring_steps, ulysses
 from attnroute.distributed.context import Sharding, check_alike, sharding_of
 from attnroute.errors import ArgumentError, AttnRouteError, KernelRefusedError, NoBackendError, argument_error
 from attnroute.executors.prepare.apply import PER_TENSOR
@@ -18,6 +18,7 @@ from attnroute.masks.lowered.form import FULL
 from attnroute.masks.tracing import is_capturing
 from attnroute.memory import Memory
 from attnroute.question.nodes import DenseNode, FunctionNode, nested
+from attnroute.settings import seeks_consensus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from attnroute.api.records import Given, Output, Problem, RouteKey
     from attnroute.api.routes import Route
+    from attnroute.question.call import Call
+    from attnroute.question.host import Host
     from attnroute.question.policy import Policy
 
 _KEPT: Final = 1024
@@ -39,14 +42,14 @@ class Way:
     Attributes:
         inner: The settings of the calls that a rank makes.
         group: The ranks.
-        route: That of the first step of the ring; None where the ring has no kernel.
-        ring: How calls go round.
+        routes: Of each kind of step of the ring; empty where the ring has no kernel.
+        ring: How calls go round; None likewise.
         why_not_ring: Why they do not.
     """
 
     inner: Policy
     group: ProcessGroup
-    route: Route | None = None
+    routes: dict[ring_steps.Kind, Route] = field(default_factory=dict)
     ring: ring_steps.Ring | None = None
     why_not_ring: NoBackendError | None = None
 
@@ -77,10 +80,10 @@ def run(
         way = _new_way(problem, policy.changed(context_parallel=None), sharding)
         if key is not None:
             _WAYS.put(key, way)
-    if way.route is None or way.ring is None:
+    if way.ring is None:
         return _by_exchange(problem, way.inner, sharding, run_whole)
     try:
-        return _round_the_ring(problem, way.route, way.ring)
+        return _round_the_ring(problem, way.routes["own"], way.ring)
     except KernelRefusedError:
         if key is not None:
             _WAYS.pop(key)
@@ -98,16 +101,19 @@ def described(problem: Problem, policy: Policy) -> tuple[Problem, Policy]:
     inner, says = policy.changed(context_parallel=None), policy.origin_of("context_parallel")
     _check(problem, sharding)
     way = _way(problem, inner, sharding)
-    if way.route is not None:
+    if way.routes:
         return _of_ring(problem, sharding), _said(inner, sharding._replace(method="ring"), says)
     if way.why_not_ring is not None:
         says = f"{says}; the ring {_first_reason(way.why_not_ring)}"
-    heads = problem.query.shape[1]
-    ulysses.check_heads(heads, sharding)
-    given = _with_heads(problem, ulysses.heads_of(heads, sharding))
+    ulysses.check_heads(problem.query.shape[1], sharding)
+    return _of_exchange(problem, sharding), _said(inner, sharding._replace(method="ulysses"), says)
+
+
+def _of_exchange(problem: Problem, sharding: Sharding) -> Problem:
+    """Return the call on whole sequences that a rank makes with its heads, described without an exchange."""
+    given = _with_heads(problem, ulysses.heads_of(problem.query.shape[1], sharding))
     query, key, value = (ulysses.like_heads(sharding, t) for t in (problem.query, problem.key, problem.value))
-    whole = take(given._replace(query=query, key=key, value=value))
-    return whole, _said(inner, sharding._replace(method="ulysses"), says)
+    return take(given._replace(query=query, key=key, value=value))
 
 
 def _said(policy: Policy, sharding: Sharding, says: str) -> Policy:
@@ -135,13 +141,13 @@ def _new_way(problem: Problem, policy: Policy, sharding: Sharding) -> Way:
     try:
         _check(problem, sharding)
         way = _way(problem, policy, sharding)
-        if way.route is None:
+        if not way.routes:
             ulysses.check_heads(problem.query.shape[1], sharding)
     except AttnRouteError as found:
         error = found
     # A tracer sends nothing, nor may a capture.
     if not (problem.traced or is_capturing(problem.query)):
-        said = "an error" if error else "ulysses" if way.route is None else "ring"
+        said = "an error" if error else "ring" if way.routes else "ulysses"
         try:
             check_alike(
                 sharding, tuple(tuple(t.shape) for t in (problem.query, problem.key, problem.value)), said
@@ -150,7 +156,20 @@ def _new_way(problem: Problem, policy: Policy, sharding: Sharding) -> Way:
             error = error or differ
     if error is not None:
         raise error
+    if seeks_consensus() and not is_capturing(problem.query):
+        # All ranks come here, or none: they went the same way so far.
+        host, runs = _runs(problem, way, sharding)
+        consensus.seek_among(sharding, problem.given, host, runs, traced=problem.traced)
     return way
+
+
+def _runs(problem: Problem, way: Way, sharding: Sharding) -> tuple[Host, list[tuple[str, Call]]]:
+    """Return the machine, and what this rank would run: each kind of step of a ring, or the whole call."""
+    if way.routes:
+        choices = [route.choice for route in way.routes.values()]
+        return choices[0].host, [(choice.backend, choice.call) for choice in choices]
+    decision = routes.decision_of(_of_exchange(problem, sharding), way.inner)
+    return decision.host, [(decision.selected or "none", decision.call)]
 
 
 def _check(problem: Problem, sharding: Sharding) -> None:
@@ -189,7 +208,7 @@ def _way(problem: Problem, policy: Policy, sharding: Sharding) -> Way:
     kernels = {kind: _kernel(route) for kind, route in found.items()}
     causal = "first_keys" in kernels or kernels["own"].mask.band_hi is not None
     made = ring_steps.Ring.of(sharding, kernels, problem.key, problem.value, causal=causal)
-    return Way(policy, sharding.group, found["own"], made)
+    return Way(policy, sharding.group, found, made)
 
 
 def _kernel(route: Route) -> ring_steps.Kernel:

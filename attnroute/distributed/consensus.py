@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from attnroute.api.records import Given
+    from attnroute.distributed.context import Sharding
     from attnroute.engine.decision import Decision
+    from attnroute.question.call import Call
+    from attnroute.question.host import Host
 
 _KEPT: Final = 4096
 _COMPARED: Final = tuple(name for name in VARIABLES if name != "ATTNROUTE_EXPLAIN")
@@ -84,21 +87,59 @@ def seek(given: Given, local: Given, decide: Callable[[Given], Decision], *, tak
         query, key, value = (t.new_empty([max(n, 1) for n in t.shape]) for t in local[:3])
         local = type(given)(query, key, value)
     decision = decide(local)
-    host = decision.host
-    own = Ballot(
+    runs = ((decision.selected or "none"), render(decision.call)) if takes_part else ("", "")
+    own = _ballot(decision.host, call, *runs)
+    _compare(lambda: _gathered(mesh, own), "on DTensors", traced=traced)
+    _AGREED.put((mesh, call), True)
+
+
+def seek_among(
+    sharding: Sharding, given: Given, host: Host, runs: Sequence[tuple[str, Call]], *, traced: bool
+) -> None:
+    """Compare what the ranks of `context_parallel()` would run, at the first call of a kind.
+
+    Args:
+        sharding: The ranks.
+        given: The call on the tokens of this rank.
+        host: Its machine.
+        runs: The backend and the call of each kind of step.
+        traced: The call is that of a tracer.
+
+    Raises:
+        ConsensusError: Two ranks differ; all of them raise it.
+    """
+    call = ("compiled " if traced else "") + _text(given)
+    if sharding.size == 1 or _AGREED.get((sharding.name, call)):
+        return
+    backends = " and ".join(sorted({backend for backend, _ in runs}))
+    own = _ballot(host, call, backends, ", ".join(render(step) for _, step in runs))
+
+    def gather() -> list[Ballot]:
+        found = [own] * sharding.size
+        dist.all_gather_object(found, own, group=sharding.group)
+        return found
+
+    _compare(gather, "inside of context_parallel()", traced=traced)
+    _AGREED.put((sharding.name, call), True)
+
+
+def _ballot(host: Host, call: str, backend: str, local: str) -> Ballot:
+    return Ballot(
         dist.get_rank(),
         host.versions,
         f"{host.device_name} ({host.arch})",
         {name: os.environ[name] for name in _COMPARED if name in os.environ},
         call,
-        (decision.selected or "none") if takes_part else "",
-        render(decision.call) if takes_part else "",
+        backend,
+        local,
     )
-    ballots = _in_a_thread(mesh, own) if traced else _gathered(mesh, own)
-    difference = difference_of(ballots)
+
+
+def _compare(gather: Callable[[], list[Ballot]], where: str, *, traced: bool) -> None:
+    """Raise a ConsensusError where processes differ; no tracer sees what is sent."""
+    difference = difference_of(_in_a_thread(gather) if traced else gather(), where)
     if difference is not None:
         raise ConsensusError(difference)
-    _AGREED.put((mesh, call), True)
 
 
 def _text(given: Given) -> str:
@@ -120,25 +161,34 @@ def _text(given: Given) -> str:
     return ", ".join(words)
 
 
-def difference_of(ballots: Sequence[Ballot]) -> str | None:
+def difference_of(ballots: Sequence[Ballot], where: str = "on DTensors") -> str | None:
     """Return the first thing in which a process differs from most, as a sentence; None where all agree."""
+    said = _difference(ballots)
+    if said is None:
+        return None
+    required, got, to_do = said
+    return f"attention() {where} requires {required} on all processes of the mesh; got {got}; {to_do}."
+
+
+def _difference(ballots: Sequence[Ballot]) -> tuple[str, str, str] | None:
+    """Return what is required, what the processes say, and what to do; None where all agree."""
     for name in sorted({name for ballot in ballots for name in ballot.software}):
         said = _different(ballots, [ballot.software.get(name, "none") for ballot in ballots])
         if said:
-            return _sentence(f"one version of {name}", said, "install the same everywhere")
+            return (f"one version of {name}", said, "install the same everywhere")
     if said := _different(ballots, [ballot.card for ballot in ballots]):
-        return _sentence("cards of one kind", said, "keep a mesh on one kind")
+        return ("cards of one kind", said, "keep a mesh on one kind")
     for name in sorted({name for ballot in ballots for name in ballot.environment}):
         said = _different(ballots, [ballot.environment.get(name, "unset") for ballot in ballots])
         if said:
-            return _sentence(f"one value of {name}", said, "set it for all processes")
+            return (f"one value of {name}", said, "set it for all processes")
     if said := _different(ballots, [ballot.call for ballot in ballots]):
-        return _sentence("the same call", said, "see which process took another branch")
+        return ("the same call", said, "see which process took another branch")
     part = [ballot for ballot in ballots if ballot.backend]
     if said := _different(part, [ballot.backend for ballot in part]):
         lines = _different(part, [ballot.local for ballot in part])
         but = f"; the local calls differ too: {lines}" if lines else ""
-        return _sentence("one backend", f"{said}{but}", "pass backend=, or shard evenly")
+        return ("one backend", f"{said}{but}", "pass backend=, or shard evenly")
     return None
 
 
@@ -151,10 +201,6 @@ def _different(ballots: Sequence[Ballot], values: Sequence[str]) -> str:
     return f"{values[odd]} on rank {ballots[odd].rank}, {most} on rank {ballots[values.index(most)].rank}"
 
 
-def _sentence(required: str, said: str, to_do: str) -> str:
-    return f"attention() on DTensors requires {required} on all processes of the mesh; got {said}; {to_do}."
-
-
 def _gathered(mesh: DeviceMesh, own: Ballot) -> list[Ballot]:
     """Gather along one dimension of the mesh after the other, in the groups that it has."""
     ballots = [own]
@@ -165,14 +211,14 @@ def _gathered(mesh: DeviceMesh, own: Ballot) -> list[Ballot]:
     return ballots
 
 
-def _in_a_thread(mesh: DeviceMesh, own: Ballot) -> list[Ballot]:
+def _in_a_thread(gather: Callable[[], list[Ballot]]) -> list[Ballot]:
     """Gather where no tracer sees it: modes belong to a thread, and so does the current device."""
-    device = torch.cuda.current_device() if mesh.device_type == "cuda" else None
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def gathered() -> list[Ballot]:
         if device is not None:
             torch.cuda.set_device(device)
-        return _gathered(mesh, own)
+        return gather()
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(gathered).result()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import attnroute
 from attnroute import settings
-from attnroute.distributed import consensus
+from attnroute.distributed import consensus, context_parallel
 from attnroute.distributed.consensus import Ballot, difference_of
 from attnroute.errors import ConsensusError
 
@@ -138,3 +138,55 @@ def count_gathers():
 
 def test_only_the_first_call_of_a_kind_communicates(two_ranks):
     assert two_ranks.run(count_gathers) == [[1, 0, 1, 0]] * 2
+
+
+def in_a_block(what):
+    """Calls over the tokens of ranks, of which the last one is another in something; what is raised."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    variables = {"ATTNROUTE_CONSENSUS": "1"}
+    if what == "environment" and last:
+        variables["ATTNROUTE_STRICT"] = "1"
+    os.environ.update(variables)
+    attnroute.reset()
+    gathers, gather = [], dist.all_gather_object
+
+    def counted(*args, **kwargs):
+        gathers.append(args)
+        return gather(*args, **kwargs)
+
+    dist.all_gather_object = counted
+    query, key, value = (torch.randn(1, 4, 8, 16) for _ in range(3))
+    options = {"is_causal": True} if what != "backend" else {"window": (3, 0)}
+    run = attnroute.attention
+    if what == "compiled":
+        run = torch.compile(attnroute.attention, fullgraph=True, backend="aot_eager")
+    try:
+        steered = attnroute.override(backend="chunked") if what == "backend" and last else nullcontext()
+        with context_parallel(init_device_mesh("cpu", (dist.get_world_size(),))), steered:
+            for _ in range(2):
+                run(query, key, value, **options)
+        return len(gathers)
+    except ConsensusError as difference:
+        return str(difference)
+    finally:
+        dist.all_gather_object = gather
+        for name in variables:
+            del os.environ[name]
+        attnroute.reset()
+
+
+def test_ranks_of_a_block_compare_what_each_step_would_run(two_ranks, four_ranks):
+    inside = "attention() inside of context_parallel() requires"
+    for ranks in two_ranks, four_ranks:
+        last = ranks.size - 1
+        # Shapes first, then what is run; a second call sends nothing.
+        assert ranks.run(in_a_block, "nothing") == [2] * ranks.size
+        same = "on all processes of the mesh; got"
+        said = f"{inside} one value of ATTNROUTE_STRICT {same} 1 on rank {last}, unset on rank 0; "
+        assert ranks.run(in_a_block, "environment") == [said + "set it for all processes."] * ranks.size
+        said = f"{inside} one backend {same} chunked on rank {last}, flash on rank 0; {ONE}."
+        assert ranks.run(in_a_block, "backend") == [said] * ranks.size
+
+
+def test_a_tracer_compares_in_a_thread(two_ranks):
+    assert two_ranks.run(in_a_block, "compiled") == [1, 1]
