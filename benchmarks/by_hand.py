@@ -55,6 +55,8 @@ def _cudnn_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums_q, sums_kv, max_q, max_kv, seed, offset = rest
+    if grad.stride() != out.stride():  # cuDNN's backward takes them alike.
+        grad, out = grad.contiguous(), out.contiguous()
     return aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
         grad,
         query,

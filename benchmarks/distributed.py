@@ -1,7 +1,9 @@
-"""A Llama-like block on several GPUs: attnroute beside stock attention, spread by heads and by weights.
+"""attnroute on several GPUs beside the same by hand: layers spread by heads and by weights, rings, DTensors.
 
-Both train in turns in one run, from the same weights on the same tokens: the time of a training step
-(forward, backward, optimizer), peak memory, losses beside those of one GPU, and what ran on each rank.
+Layers are a Llama-like block that trains in turns with stock attention, from the same weights on the same
+tokens: the time of a training step (forward, backward, optimizer), peak memory, losses beside those of one
+GPU, and what ran on each rank. Rings and calls on DTensors are in `distributed_calls.py`. With fa3 and fa4
+installed, `--parts rings --backends fa3,fa4,cudnn,flash` has them in the ring too.
 
 NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node=2 benchmarks/distributed.py --out distributed.json
 torchrun --nproc-per-node=2 benchmarks/distributed.py --cpu --out smoke.json   # tiny sizes over gloo
@@ -19,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import distributed_calls as calls
 import torch
 import torch.distributed as dist
 from common import environment, progress
@@ -239,39 +242,80 @@ def summed(found: list[dict[str, Any]], expected: list[float], way: str) -> dict
     }
 
 
+PARTS = ("heads", "weights", "rings", "dtensors")
+
+
+def layers(way: str, sizes: Sizes, mesh: DeviceMesh, rows: Tensor, expected: list[float]) -> dict[str, Any]:
+    """Measure layers that are spread in one way."""
+    ranks, device = dist.get_world_size(), mesh.device_type
+    mine = rows.chunk(ranks)[dist.get_rank()] if way == "weights" else rows
+    found = calls.gathered(measured(sizes, way, mesh, mine, device))
+    result = summed(found, expected, way)
+    told = {kind: f"{ms:.2f} ms" for kind, ms in result["step_ms"].items()}
+    _tell(f"{way} over {ranks} ranks: {told}, losses off by {result['loss_error']}")
+    return result
+
+
+def rings(mesh: DeviceMesh, device: str, backends: list[str]) -> list[dict[str, Any]]:
+    """Measure rings on each backend beside rings by hand."""
+    found: list[dict[str, Any]] = [{"kind": "ring, right", "apart_from_float32": calls.right(mesh, device)}]
+    for case in calls.TINY_RINGS if device == "cpu" else calls.RINGS:
+        found.append(calls.ring(case, mesh, device, backends))
+        _tell(f"{case.name}: {found[-1]['over_by_hand']} of by hand, left out {found[-1]['left_out']}")
+    return found
+
+
+def dtensors(mesh: DeviceMesh, device: str) -> list[dict[str, Any]]:
+    """Measure calls on DTensors beside local calls by hand."""
+    found = []
+    for case in calls.TINY_SPREAD if device == "cpu" else calls.SPREAD:
+        for trains in (False, True):
+            for replicated in (False, True):
+                found.append(calls.spread(case, mesh, device, trains=trains, replicated=replicated))
+                _tell(f"DTensors {case.size}, trains {trains}: {found[-1]['over_stock']:.3f} of by hand")
+    return found
+
+
+def _tell(text: str) -> None:
+    if dist.get_rank() == 0:
+        progress(text)
+
+
 def main() -> None:
-    """Measure heads and weights over all ranks, and write what rank 0 gathers."""
+    """Measure over all ranks, and write what rank 0 gathers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cpu", action="store_true", help="tiny sizes over gloo")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--backends", default="", help="of rings, such as fa3,fa4,cudnn,flash")
     args = parser.parse_args()
+    parts = args.parts.split(",")
+    if unknown := set(parts).difference(PARTS):
+        parser.error(f"--parts requires some of {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
     device, sizes = ("cpu", TINY) if args.cpu else ("cuda", Sizes())
     if device == "cuda":
         # Multicast over NVLink is not to be had on every machine that shares its switches.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(1)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    rows = torch.randn(ranks * sizes.rows, sizes.tokens, sizes.hidden).to(device, dtype)
-    expected = alone(sizes, rows, WARM_UP + 2, device)
-    results = []
-    for way in ("heads", "weights"):
-        mine = rows.chunk(ranks)[rank] if way == "weights" else rows
-        own = measured(sizes, way, mesh, mine, device)
-        found: list[Any] = [None] * ranks
-        dist.all_gather_object(found, own)
-        results.append(summed(found, expected, way))
-        if rank == 0:
-            told = {kind: f"{ms:.2f} ms" for kind, ms in results[-1]["step_ms"].items()}
-            progress(f"{way} over {ranks} ranks: {told}, losses off by {results[-1]['loss_error']}")
-    if rank == 0:
+    backends = args.backends.split(",") if args.backends else ["flash"] if args.cpu else ["cudnn", "flash"]
+    data: dict[str, Any] = {"ranks": mesh.size(), "sizes": asdict(sizes)}
+    ways = [way for way in ("heads", "weights") if way in parts]
+    if ways:
+        torch.manual_seed(1)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        rows = torch.randn(mesh.size() * sizes.rows, sizes.tokens, sizes.hidden).to(device, dtype)
+        expected = alone(sizes, rows, WARM_UP + 2, device)
+        data["ways"] = [layers(way, sizes, mesh, rows, expected) for way in ways]
+    if "rings" in parts:
+        data["rings"] = rings(mesh, device, backends)
+    if "dtensors" in parts:
+        data["dtensors"] = dtensors(mesh, device)
+    if dist.get_rank() == 0:
         where = {"card": "cpu"} if device == "cpu" else environment()
-        data = {"environment": where, "ranks": ranks, "sizes": asdict(sizes), "ways": results}
-        args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps({"environment": where, **data}, indent=1) + "\n", encoding="utf-8")
     dist.destroy_process_group()
 
 
