@@ -197,6 +197,19 @@ def test_programs_sum_every_row_of_a_head(shape):
     assert pieces(out) * heads <= max(1024, heads)
 
 
+@pytest.mark.parametrize("heads", [4, 2**16])
+def test_grids_hold_every_head(card, heads):
+    out = torch.empty(2, heads, 3, 8, device="meta")
+    lse, sink = torch.empty(out.shape[:3], device="meta"), torch.empty(heads, device="meta")
+    compiled = card.compile()
+    on_card = SimpleNamespace(shape=out.shape, stride=out.stride, device=DEVICE)
+    assert kernels._bound_gradient(compiled, out, on_card, lse, sink, sink)(1, 2, 3, 4, 5)
+    assert kernels._bound_shrink(compiled, on_card, lse, sink, trains=True)(1, 2, 3)
+    for (_, y, z), _, _ in card.launched:
+        assert max(y, z) <= 65535
+    assert card.launched[0][0][:2] == (heads, pieces(out))
+
+
 @pytest.mark.parametrize("memory", MEMORY)
 def test_padding_is_cleared_in_one_launch_where_rows_can_be_read(monkeypatch, memory):
     standins = Standins(monkeypatch)

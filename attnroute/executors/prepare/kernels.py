@@ -114,7 +114,8 @@ def _compiled_gradient(*tensors: Tensor) -> Any:
 
 def _bound_gradient(compiled: Any, *tensors: Tensor) -> Launch:
     out = tensors[1]
-    grid = (pieces(out), out.shape[1], 1)
+    # There may be more heads than a grid has places along any other axis.
+    grid = (out.shape[1], pieces(out), 1)
     return bind(compiled, grid, _gradient_numbers(*tensors), out.device)
 
 

@@ -57,12 +57,12 @@ def sink_gradient_kernel(
     UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient of one head's sink over some rows; output and log-sum-exp have the sink in them."""
-    h = tl.program_id(1)
+    h = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     logit = tl.load(sink + h * sink_h).to(tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for step in range(steps):
-        row = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
+        row = (tl.program_id(1) * steps + step) * ROWS + tl.arange(0, ROWS)
         inside = row < rows
         s = row % queries
         b = row // queries
@@ -73,7 +73,7 @@ def sink_gradient_kernel(
         first = b * grad_b + h * grad_h + s * grad_s
         value *= tl.load(grad + first[:, None] + (lanes * grad_d)[None], mask=there, other=0.0).to(tl.float32)
         total += tl.where(inside, tl.sum(value, 1) * tl.exp(logit - score), 0.0)
-    place = into + tl.program_id(0) * heads + h
+    place = into + tl.program_id(1) * heads + h
     tl.store(place, (0.0 - tl.sum(total, 0)).to(into.dtype.element_ty))
 
 
