@@ -7,14 +7,21 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from attnroute.masks import Causal, KeyPadding, Window
+from attnroute.api.records import Given
+from attnroute.masks import Causal, Dense, Mask, Window
 from attnroute.masks.kept import Keeper, known_keeper
+from attnroute.masks.layout import tensor_key
+from attnroute.masks.recognition.summary import INSPECT_THRESHOLD
 
 OF_MASK: Final = 4
 """Where a place has the mask."""
+_LAYOUT: Final = Given._fields.index("layout")
 _ALIGNMENT_BITS: Final = 15
-_NEW: Final = "a new mask"
-_BIAS: Final = "a bias"
+NEW: Final = "a new mask"
+"""In the place of a mask object of which nothing is kept; nothing may be kept under it."""
+_TENSORS: Final = frozenset({"a bias", "a mask"})
+_BIAS, _UNREAD = sorted(_TENSORS)
+"""In the place of a tensor whose values no route depends on: its form is compared as those of others are."""
 _QKV: Final = 3
 _NUMBERS: Final = frozenset({float, int, type(None)})
 """Types of numbers that mean the same where they are equal; True would be an error."""
@@ -34,7 +41,7 @@ def alike(arguments: tuple[Any, ...]) -> Alike:
     Every one is named, so that a new one cannot be left out.
 
     Raises:
-        AttributeError, RuntimeError, TypeError: An argument is malformed.
+        AttributeError, IndexError, RuntimeError, TypeError: An argument is malformed.
     """
     (
         query,
@@ -89,10 +96,10 @@ def alike(arguments: tuple[Any, ...]) -> Alike:
         if keeper is None:
             return _NOWHERE
     elif mask is not None:
-        of_mask, keeper = _of_mask(mask)
+        of_mask, keeper = _of_mask(mask, query, key, layout)
         if of_mask is None:
             return _NOWHERE
-        if of_mask is _BIAS:
+        if of_mask in _TENSORS:
             tensors = (*tensors, mask)
     if sink is not None and bias is alibi_slopes is None:
         others, tensors, passed = "sink", (*tensors, sink), (*passed, sink)
@@ -108,10 +115,14 @@ def alike(arguments: tuple[Any, ...]) -> Alike:
     return place, tensors, passed, keeper
 
 
-def _of_mask(mask: Any) -> tuple[object, Keeper | None]:
+def _of_mask(mask: Any, query: Tensor, key: Tensor, layout: str) -> tuple[object, Keeper | None]:
     """Return what stands for a mask in a place, and its keeper; None where nothing does."""
-    if type(mask) is Tensor and mask.dtype is not torch.bool:
-        return _BIAS, None
+    if type(mask) is Tensor:
+        if mask.dtype is not torch.bool:
+            return _BIAS, None
+        # Larger ones are read, and their route depends on what they are recognised as.
+        if _pairs(query, key, layout) < INSPECT_THRESHOLD:
+            return _UNREAD, None
     # Bands need no keeper, and are often made anew for each call.
     if type(mask) is Causal:
         return ("causal", mask.alignment), None
@@ -120,8 +131,32 @@ def _of_mask(mask: Any) -> tuple[object, Keeper | None]:
     keeper = known_keeper(mask)
     if keeper is not None:
         return keeper.token, keeper
-    # Nothing is kept under a new mask, but calls like it may be.
-    return (_NEW if type(mask) is KeyPadding else None), None
+    return (NEW if isinstance(mask, Mask) else None), None
+
+
+def of_form(place: Any, arguments: tuple[Any, ...]) -> object:
+    """Return the place of all calls that differ in their mask object too, but not in what its route reads.
+
+    Args:
+        place: That of the call.
+        arguments: Those of `attention()`.
+
+    Returns:
+        None where the route depends on values of the mask.
+    """
+    query, key, _, mask, *_, layout = arguments[: _LAYOUT + 1]
+    form = []
+    for node in mask.nodes:
+        if type(node) is Dense and _pairs(query, key, layout) >= INSPECT_THRESHOLD:
+            return None
+        form.append(("dense", *tensor_key(node.tensor)) if type(node) is Dense else node.key())
+    return (*place[:OF_MASK], tuple(form), *place[OF_MASK + 1 :])
+
+
+def _pairs(query: Tensor, key: Tensor, layout: str) -> int:
+    """Return how many pairs of a query and a key there are."""
+    rows = -3 if layout == "bshd" else -2
+    return query.shape[rows] * key.shape[rows]
 
 
 def _of_sums(sums: Any, sums_kv: Any, longest: Any, longest_kv: Any) -> tuple[object, Keeper | None]:

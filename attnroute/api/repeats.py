@@ -1,7 +1,8 @@
 """The short way of a call that repeats an earlier one but for values: few reads, one lookup, the kernel.
 
-A call with another number of keys alone, as the first layer of each step of decoding is, repeats one too,
-where its class of that number was seen: it is kept for the other layers, and nothing is described anew.
+A call with another number of keys or another mask object alone, as the first layer of each step of decoding
+is, repeats one too, where its class of that number or its form of a mask was seen: it is kept for the other
+layers, and nothing is described anew.
 
 What is compared here is all that a route depends on. Sizes, strides, dtypes, devices, gradients and types of
 tensors, and autocast, inference mode and functorch's transforms, which torch keeps beside the dispatch keys,
@@ -11,21 +12,22 @@ are compared in one call of C++, which dynamo has for its graphs. Whatever is no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from attnroute.api import checkpoint, lengths, packed, routes
-from attnroute.api.alike import OF_MASK, alike
+from attnroute.api import checkpoint, lengths, lowering, packed, routes
+from attnroute.api.alike import NEW, OF_MASK, alike, of_form
 from attnroute.api.families import HAS_GUARDS, Family, guards_of
 from attnroute.api.keys import key_of
 from attnroute.api.records import Given, Problem
 from attnroute.distributed.torchs import STOCK, is_around
 from attnroute.errors import KernelRefusedError
-from attnroute.executors.prepare.apply import bind
+from attnroute.executors.prepare.bound import bind, bind_form
+from attnroute.masks import Mask
 from attnroute.masks.kept import Keeper, keeper_of
 from attnroute.masks.tracing import is_capturing
 from attnroute.memory import Memory
@@ -38,9 +40,11 @@ if TYPE_CHECKING:
     from attnroute.api.choices import Choice
     from attnroute.api.records import Output, RouteKey
     from attnroute.api.routes import Route
+    from attnroute.executors.prepare.bound import Lower
     from attnroute.executors.protocol import Bound
     from attnroute.question.policy import Policy
 
+_Kind = TypeVar("_Kind")
 _KEPT: Final = 4096
 _FAMILIES_KEPT: Final = 256
 _VARIANTS: Final = 8
@@ -61,6 +65,7 @@ class Repeat:
         route: Its route.
         bound: A shorter way than that of the route, where the kernel has one.
         noted: What is noted of it for recomputes, of a call inside of `override()`; None outside.
+        serves_form: That way may be taken with any mask of the form of its own.
     """
 
     check: Callable[..., bool]
@@ -68,6 +73,7 @@ class Repeat:
     route: Route
     bound: Bound | None
     noted: tuple[RouteKey, object] | None
+    serves_form: bool
 
     def holds_in(self, policy: Policy) -> bool:
         """Return whether a call inside of `override()` repeats it, and is noted as it was."""
@@ -98,7 +104,7 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
     try:
         place, tensors, passed, keeper = alike(arguments)
         kept = _REPEATS.entries.get(place)
-    except (AttributeError, RuntimeError, TypeError):
+    except (AttributeError, IndexError, RuntimeError, TypeError):
         # What cannot be read or hashed is malformed, or nothing that is kept.
         return None
     if forward_ad._current_level >= 0:
@@ -107,7 +113,7 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
     if kept is not None:
         kept.used, found = True, kept.value
     else:
-        found = _with_other_keys(arguments, place, tensors) if scope is None else ()
+        found = _with_news(arguments, place, tensors) if scope is None else ()
     for repeat in found:
         if repeat.check(*tensors) and (
             repeat.settings is environment() if scope is None else repeat.holds_in(scope.policy)
@@ -139,43 +145,74 @@ def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
         # As for routes: what a capture or a want of memory made the choice is not for other calls.
         return
     place, tensors, _, keeper = alike(given)
-    if place is None or _kept(problem, route, key, (place, tensors, keeper)) is None:
+    if place is None:
         return
-    if scope is not None or given.layout != "bhsd" or problem.query.shape[-2] >= problem.key.shape[-2]:
+    other = None
+    # Bands stand for themselves.
+    if isinstance(given.mask, Mask) and scope is None and (keeper is not None or place[OF_MASK] is NEW):
+        other = of_form(place, given)
+    if place[OF_MASK] is NEW:
+        # Nothing is kept under a mask that may be written unnoticed.
+        place, other = other, None
+    if place is None:
+        return
+    lower = None if problem.mask is None else lowering.of_any(route, problem)
+    made = _kept(problem, route, key, (place, tensors, keeper), lower)
+    if made is None or scope is not None:
+        return
+    if other is not None:
+        _add(_REPEATS, other, made)
+    if given.layout != "bhsd" or problem.query.shape[-2] >= problem.key.shape[-2]:
         return
     # The first shapes of a family are noted where routes are made.
     of_lengths = lengths.place_of(problem, key) if route.choice.call.context.shapes_vary else None
     if of_lengths is not None and _family(place, tensors, given.mask) is None:
         family = Family(tensors, (of_lengths, True), route.choice.host.arch)
-        where = _of_any_keys(place, given.mask)
-        _FAMILIES.put(where, (family, *(_FAMILIES.get(where) or ())[: _VARIANTS - 1]))
+        _add(_FAMILIES, _of_any_keys(place, given.mask), family)
 
 
-def _with_other_keys(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any, ...]) -> tuple[Repeat, ...]:
-    """Keep and return the repeat of a call of which the number of keys alone is new; none where more is.
+def _with_news(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any, ...]) -> tuple[Repeat, ...]:
+    """Keep and return the repeat of a call that is new in its mask object or its number of keys alone.
 
-    Padding is a new object at each number; it is kept for the other layers as that.
+    None where it is in more.
     """
-    mask, keeper = arguments[3], None
-    family = None if place is None else _family(place, tensors, mask)
-    if family is None or is_capturing(tensors[0]) or checkpoint.POLICIES.entries:
+    mask, keeper, key = arguments[3], None, None
+    if place is None or is_capturing(tensors[0]) or checkpoint.POLICIES.entries:
         return ()
-    route = family.route_of(tensors[1].shape[2])
+    is_object = mask is not None and isinstance(mask, Mask)
+    like = _of_form(arguments, place, tensors) if is_object else None
+    if like is None:
+        family = _family(place, tensors, mask)
+        route = None if family is None else family.route_of(tensors[1].shape[2])
+    else:
+        route = like.route
     if route is None:
         return ()
-    if mask is not None:
+    if is_object:
         keeper = keeper_of(mask)
         if keeper is None:
-            return ()
+            return () if like is None or not like.serves_form or like.route.choice.repaid_after else (like,)
         place = (*place[:OF_MASK], keeper.token, *place[OF_MASK + 1 :])
-    problem, key = _problem(route, Given(*arguments), keeper), None
-    # One padding is not met often enough, but others of its shape may have been.
-    if route.choice.repaid_after is not None and (mask is None or lengths.LASTING.entries):
+    problem = _problem(route, Given(*arguments))
+    # One padding is not met often enough at a new number of keys, but others of its form may have been.
+    lasts = mask is None or like is not None or lengths.LASTING.entries
+    if route.choice.repaid_after is not None and lasts:
         key = key_of(problem, call_policy(problem.given.backend, problem.given.prefer))
         if lengths.LASTING.get(key):
             return ()
-    made = _kept(problem, route, key, (place, tensors, keeper))
+    made = like
+    if like is not None and like.serves_form:
+        _add(_REPEATS, place, like)
+    else:
+        made = _kept(problem, route, key, (place, tensors, keeper))
     return () if made is None else (made,)
+
+
+def _of_form(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any, ...]) -> Repeat | None:
+    """Return what a call repeats but for its mask object."""
+    other = of_form(place, arguments)
+    found = () if other is None else _REPEATS.get(other) or ()
+    return next((r for r in found if r.check(*tensors) and r.settings is environment()), None)
 
 
 def _family(place: object, tensors: tuple[Any, ...], mask: object) -> Family | None:
@@ -191,6 +228,7 @@ def _kept(
     route: Route,
     key: RouteKey | None,
     where: tuple[object, tuple[Any, ...], Keeper | None],
+    lower: Lower | None = None,
 ) -> Repeat | None:
     """Keep a call in its place; None where its tensors are none that can be compared.
 
@@ -199,22 +237,35 @@ def _kept(
         route: Its route.
         key: That of the route; needed where the call may have another one, once its shape came back often.
         where: Its place, tensors and keeper.
+        lower: Lowers any mask of the form of its own; None where others are not expected.
     """
     given, (place, tensors, keeper) = problem.given, where
     check = guards_of(tensors)
     if not check(*tensors):
         return None
     attn = given.mask if given.bias is None else given.bias
-    bound = bind(route.executor, routes.inputs_of(route, problem, keeper), route.plan, attn)
+    inputs, bound = routes.inputs_of(route, problem, keeper), None
+    if lower is not None:
+        bound = bind_form(route.executor, inputs, route.plan, attn, lower)
+    serves_form = bound is not None
+    # What is known of a tensor without a token is its form alone.
+    if bound is None and (keeper is not None or not isinstance(problem.mask, Tensor)):
+        bound = bind(route.executor, inputs, route.plan, attn)
     if bound is not None and given.layout != "bhsd":
         bound = (_heads_first if given.layout == "bshd" else _in_one_row)(bound)
     if route.choice.repaid_after is not None and key is not None:
-        bound = _counted(bound, route.choice, key, lambda: _end(place, key))
+        bound = _counted(bound, route.choice, key)
     scope = scope_here()
     noted = None if scope is None or key is None else (checkpoint.signature_of(key), key.policy)
-    new = Repeat(check, environment() if scope is None else scope.policy, route, bound, noted)
-    _REPEATS.put(place, (new, *(_REPEATS.get(place) or ())[: _VARIANTS - 1]))
+    settings = environment() if scope is None else scope.policy
+    new = Repeat(check, settings, route, bound, noted, serves_form)
+    _add(_REPEATS, place, new)
     return new
+
+
+def _add(memory: Memory[object, tuple[_Kind, ...]], place: object, new: _Kind) -> None:
+    """Keep one more kind of tensors in a place, the newest one first."""
+    memory.put(place, (new, *(memory.get(place) or ())[: _VARIANTS - 1]))
 
 
 def _of_any_keys(place: Any, mask: Any) -> object:
@@ -272,7 +323,7 @@ def _in_one_row(run: Bound) -> Bound:
     return in_one_row
 
 
-def _counted(run: Bound | None, choice: Choice, key: RouteKey, end: Callable[[], None]) -> Bound:
+def _counted(run: Bound | None, choice: Choice, key: RouteKey) -> Bound:
     """Make a way count its calls, which threads may do twice, and end when the shape proves to last.
 
     That is when its calls would have repaid a plan, or more follow each other than a step of a model has.
@@ -288,35 +339,36 @@ def _counted(run: Bound | None, choice: Choice, key: RouteKey, end: Callable[[],
             _LATEST.put("key", key)
             row = 1
         if left <= 0 or row >= most:
-            end()
+            _end(key, counted)
         return None if run is None else run(*tensors)
 
     return counted
 
 
-def _end(place: object, key: RouteKey) -> None:
+def _end(key: RouteKey, bound: Bound) -> None:
     """End the way of a shape that lasts: the next call is decided as if shapes did not vary."""
     lengths.LASTING.put(key, True)
-    _REPEATS.pop(place)
+    # Every mask of a form has it.
+    _REPEATS.drop(lambda kept: any(repeat.bound is bound for repeat in kept))
 
 
 def _run(route: Route, given: Given, keeper: Keeper | None) -> Output | None:
     """Run a call along its route, without asking what surrounds it; None where its kernel is refused."""
     try:
-        return routes.execute(route, _problem(route, given, keeper), keeper)
+        return routes.execute(route, _problem(route, given), keeper)
     except KernelRefusedError:
         # On the long way it is refused again, and another backend runs the call.
         return None
 
 
-def _problem(route: Route, given: Given, keeper: Keeper | None) -> Problem:
+def _problem(route: Route, given: Given) -> Problem:
     """Return what a call of a route computes, which repeats one in all but values, and perhaps its keys."""
     mask: Any
     bias: Any
     query, key, value, mask, bias = given[:5]
     if given.layout == "bshd":
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if keeper is None and isinstance(mask, Tensor):
+    if isinstance(mask, Tensor) and mask.dtype is not torch.bool:
         mask, bias = None, mask
     problem = Problem(
         given,

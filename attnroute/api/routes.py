@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from attnroute import settings
-from attnroute.api import choices, guards, lengths
+from attnroute.api import choices, guards, lengths, lowering
 from attnroute.api.choices import Choice
 from attnroute.api.keys import key_of
 from attnroute.api.question import call_of
@@ -22,11 +22,9 @@ from attnroute.engine.rounding import rounded_down
 from attnroute.executors import first_call, registry
 from attnroute.executors.prepare.apply import run_repaired
 from attnroute.executors.protocol import Executor, Inputs, Plan
-from attnroute.masks import Causal, Dense, Mask, Window
-from attnroute.masks.kept import Keeper, keeper_of
-from attnroute.masks.lowered.form import FULL, Extent, LoweredMask, open_band
-from attnroute.masks.objects.ragged import Ragged
-from attnroute.masks.recognition.summary import inspect_mask
+from attnroute.masks import Causal, Window
+from attnroute.masks.kept import Keeper
+from attnroute.masks.lowered.form import FULL, LoweredMask
 from attnroute.masks.tracing import is_exporting
 from attnroute.memory import Memory
 from attnroute.probes.torch_host import free_memory, host_of
@@ -313,7 +311,7 @@ def inputs_of(route: Route, problem: Problem, keeper: Keeper | None = None) -> I
         problem.score_mod,
     )
     if route.mask is None:
-        _lower(inputs, route, problem, keeper)
+        lowering.put_into(inputs, route, problem, keeper)
     return inputs
 
 
@@ -331,10 +329,10 @@ def _route(problem: Problem, call: Call, choice: Choice) -> Route:
     if choice.compiles:
         show_compilations(choice.backend)
     recognizes = "recognize_mask" in choice.repairs
-    parts = _parts(problem.whole_mask, recognizes, problem.extent)
+    parts = lowering.parts_of(problem.whole_mask, recognizes, problem.extent)
     constant = None
     if all(isinstance(p, Causal | Window) for p in parts):
-        constant = _lowered(parts, problem.extent)
+        constant = lowering.lowered(parts, problem.extent)
     keeps = not isinstance(problem.mask, Tensor) and not any(isinstance(n, _PROGRAMMED) for n in call.mask)
     found = registry.executor(choice.backend, _module_of(choice.backend, choice.policy))
     return Route(choice, plan, found, constant, recognizes, keeps)
@@ -351,50 +349,3 @@ def show_compilations(backend: str) -> None:
 
 def _print_compilation(backend: str, what: str, seconds: float | None) -> None:
     log.compiling(backend, what, seconds, settings.explain_mode())
-
-
-def _parts(mask: Mask | None, recognizes: bool, extent: Extent) -> tuple[Mask, ...]:
-    """Replace dense masks by what they were recognized as: tensors that share a route may differ in it."""
-    if mask is None or not recognizes:
-        return () if mask is None else mask.nodes
-    parts: list[Mask] = []
-    for part in mask.nodes:
-        found = inspect_mask(part.tensor, extent) if isinstance(part, Dense) else None
-        parts.extend((part,) if found is None or found.masks is None else found.masks)
-    return tuple(parts)
-
-
-def _lowered(parts: tuple[Mask, ...], extent: Extent) -> LoweredMask:
-    lowered = FULL
-    for part in parts:
-        lowered = part.lower(lowered, extent)
-    # An exported program serves all lengths, also for those at which the band rules something out.
-    return lowered if is_exporting() else open_band(lowered, extent)
-
-
-def _lower(inputs: Inputs, route: Route, problem: Problem, keeper: Keeper | None) -> None:
-    extent, mask = problem.extent, problem.mask
-    # Before anything makes views of a tensor: without views it is certain that the memory is its own.
-    keeper = inputs.keeper = keeper_of(_owner(problem)) if keeper is None else keeper
-
-    def make() -> LoweredMask:
-        return _lowered(_parts(problem.whole_mask, route.recognizes, extent), extent)
-
-    # Tensors that are made inside a transform belong to it.
-    if keeper is None or not route.keeps or problem.transform is not None or problem.traced:
-        inputs.mask = make()
-        return
-    band: object = (problem.is_causal, problem.window, problem.given.causal_alignment)
-    if isinstance(mask, Ragged):
-        band = (mask.left, mask.right, mask.max_seqlen)
-    inputs.mask = keeper.keep(("lowered", extent, band, route.recognizes), make)
-
-
-def _owner(problem: Problem) -> object:
-    """Return the object that owns a mask, the band aside, under which what is prepared from it is kept.
-
-    A packed batch has a new mask object in each call, and its sums stay; neither of two sums is enough.
-    """
-    if isinstance(problem.mask, Ragged):
-        return problem.given.cu_seqlens_q if len(problem.mask.tensors) == 1 else None
-    return problem.mask

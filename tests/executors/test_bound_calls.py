@@ -10,7 +10,7 @@ import torch
 from support.repair_inputs import inputs_of, lowered, plan, reference
 
 from attnroute import masks
-from attnroute.executors.prepare.apply import bind
+from attnroute.executors.prepare.bound import bind
 from attnroute.executors.protocol import Executor
 
 

@@ -22,7 +22,8 @@ from attnroute.executors.packages import cudnn_fe, fa4
 from attnroute.executors.packages.cudnn_band import unattended_keys, unattended_queries
 from attnroute.executors.packages.external import External
 from attnroute.executors.packages.request import Gradients, Launched
-from attnroute.executors.prepare.apply import bind, run_repaired
+from attnroute.executors.prepare.apply import run_repaired
+from attnroute.executors.prepare.bound import bind
 from attnroute.masks.kept import keeper_of
 from attnroute.memory import reset
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attnroute
 from attnroute import masks
 from attnroute.executors import ragged
-from attnroute.executors.prepare import apply as repairs
+from attnroute.executors.prepare import masks as repairs
 from attnroute.masks import kept
 
 

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend
 
 from attnroute import masks
 from attnroute.executors.aten import handover
-from attnroute.executors.prepare.apply import bind, run_repaired
+from attnroute.executors.prepare.apply import run_repaired
+from attnroute.executors.prepare.bound import bind
 from attnroute.masks.kept import keeper_of
 
 OF_TORCH = {

@@ -15,7 +15,8 @@ from support.repair_inputs import executor_of, inputs_of, lowered
 from support.sink_cases import CASES, DENSE, EMPTY_ROWS, plan
 
 from attnroute import masks
-from attnroute.executors.prepare.apply import bind, run_repaired
+from attnroute.executors.prepare.apply import run_repaired
+from attnroute.executors.prepare.bound import bind
 from attnroute.executors.prepare.sink import may_be_empty
 from attnroute.masks.lowered.form import LoweredMask
 

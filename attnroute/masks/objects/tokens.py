@@ -187,8 +187,9 @@ class KeyPadding(Mask):
 
     def key(self) -> object:
         """Return what the description depends on."""
-        parts = (self.finite, self.lengths, self.left, self.keep)
-        return ("key_padding", *(("shape", *p.shape) if checks.is_tensor(p) else p for p in parts))
+        name = "keep" if self.keep is not None else "lengths" if self.left is None else "left"
+        form = getattr(self, name)
+        return ("key_padding", self.finite, name, form if isinstance(form, tuple) else ("shape", *form.shape))
 
     def check(self, extent: Extent) -> None:
         """There must be one entry per batch row, and a key count no larger than seqlen_kv."""
@@ -201,7 +202,8 @@ class KeyPadding(Mask):
     def _lowered(self, extent: Extent) -> LoweredMask:
         from attnroute.masks.lowered import padding
 
-        if allows_all(self, extent):
+        # What tensors say is not known here.
+        if not self.tensors and allows_all(self, extent):
             return FULL
         if self.lengths is not None:
             return padding.right(self.lengths, extent)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from support.spy import Spy
-from support.transformers_models import TINY, TOKENS, close
+from support.transformers_models import TINY, TOKENS, close, using
+from support.ways import ways_taken
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 
 import attnroute
@@ -97,13 +99,26 @@ RUNS = {
     "decode": lambda model: decoder(model, padded=False, static=False),
     "decode left padded": lambda model: decoder(model, padded=True, static=False),
     "decode static": lambda model: decoder(model, padded=False, static=True),
+    "decode static left padded": lambda model: decoder(model, padded=True, static=True),
     "training": trainer,
 }
 
 
-FIRST = {"decode": 45, "decode left padded": 220, "decode static": 240, "training": 35}
+FIRST = {
+    "decode": 45,
+    "decode left padded": 220,
+    "decode static": 60,
+    "decode static left padded": 60,
+    "training": 35,
+}
 """Python functions at most in the first layer of a step: one more key, or another mask, is new to it."""
-LATER = {"decode": 14, "decode left padded": 30, "decode static": 30, "training": 16}
+LATER = {
+    "decode": 14,
+    "decode left padded": 30,
+    "decode static": 30,
+    "decode static left padded": 30,
+    "training": 16,
+}
 """In each later layer."""
 
 
@@ -177,6 +192,30 @@ def test_decoding_gives_what_sdpa_gives(padded, static):
     for at in range(5):
         found, expected = (run(TOKENS[:, at : at + 1]) for run in runs.values())
         close(found, expected)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_steps_of_a_static_cache_go_the_short_way_and_are_right(name, padded, monkeypatch):
+    """Each step has masks of its own, of the form that those of the step before had."""
+    seen = torch.ones(2, 30, dtype=torch.long)
+    seen[1, :3] = 0 if padded else 1
+    # Experts of gpt-oss know no float64, and sdpa no sinks; eager attention makes NaN of rows without keys.
+    other, dtype = ("eager", torch.float32) if name == "gpt_oss" else ("sdpa", torch.float64)
+    models = {kind: deepcopy(using(name, kind)) for kind in ("attnroute", other)}
+    models[other].to(dtype)
+    caches = {kind: StaticCache(config=model.config, max_cache_len=32) for kind, model in models.items()}
+    ways, at = ways_taken(monkeypatch), 0
+    for number in (9, *[1] * 12):
+        tokens = torch.randint(1, 48, (2, number))
+        logits, at = {}, at + number
+        for kind, model in models.items():
+            del ways[:]
+            with torch.no_grad():
+                logits[kind] = model(tokens, attention_mask=seen[:, :at], past_key_values=caches[kind]).logits
+            if kind == "attnroute" and at > 10:
+                assert set(ways) == {"short"}
+        close(logits["attnroute"][:, -1].double(), logits[other][:, -1].double())
 
 
 def test_what_steps_remember_does_not_grow():
