@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -136,14 +137,6 @@ def ran(step: Callable[[], Any]) -> list[str]:
     return sorted({str(call.backend) for call in seen.calls})
 
 
-def _with(backend: str, attend: Attend) -> Attend:
-    def on_backend(*tensors: Tensor) -> Tensor:
-        with attnroute.override(backend=backend):
-            return attend(*tensors)
-
-    return on_backend
-
-
 def ring(case: Case, mesh: DeviceMesh, device: str, backends: list[str]) -> dict[str, Any]:
     """Time a training step of a ring on each backend, and by hand; the gradient and output of all agree."""
     block = context_parallel(mesh, method="ring", load_balance=case.is_causal)
@@ -152,8 +145,8 @@ def ring(case: Case, mesh: DeviceMesh, device: str, backends: list[str]) -> dict
     steps: dict[str, Callable[[], Any]] = {}
     left_out: dict[str, str] = {}
 
-    def ours(*tensors: Tensor) -> Tensor:
-        return attnroute.attention(*tensors, is_causal=case.is_causal)
+    def ours(*tensors: Tensor, backend: str | None = None) -> Tensor:
+        return attnroute.attention(*tensors, is_causal=case.is_causal, backend=backend)
 
     hands = [name for name in KERNELS if (name == "cpu") == (device == "cpu")]
     for name in hands:
@@ -162,7 +155,7 @@ def ring(case: Case, mesh: DeviceMesh, device: str, backends: list[str]) -> dict
     with block:
         steps["attnroute"] = step_of(ours, leaves, grad)
         for backend in backends:
-            step = step_of(_with(backend, ours), leaves, grad)
+            step = step_of(partial(ours, backend=backend), leaves, grad)
             said = gathered(_error_of(step))
             if any(said):
                 left_out[backend] = next(one for one in said if one)
