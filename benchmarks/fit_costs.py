@@ -3,10 +3,9 @@
 python -m benchmarks.fit_costs            # writes the files of sm_90 and prints the errors
 python -m benchmarks.fit_costs --check    # fails where a file is not what the records give
 
-A kernel's numbers are those that make `attnroute.engine.costs.device_ms` come nearest to the times of the
-records' part "fit", in the logarithm and with outliers counting less (Levenberg-Marquardt; each number is
-drawn a little to where it starts, so that one that no call speaks about stays there). The numbers of the host
-are medians over calls of one kind.
+Numbers of kernels (`fit_kernels`), repairs (`fit_repairs`) and the host (`fit_hosts`) are
+those that come nearest to the times of the records' part "fit". What a call took longer on all backends than
+predicted changes no rank: half of that pace is taken out of its times before the next round.
 """
 
 from __future__ import annotations
@@ -17,26 +16,28 @@ import math
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from statistics import median
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from attnroute.engine.costs import Rates, device_ms
 from attnroute.engine.select import select
-from attnroute.engine.work import Work, steps_of, work_of
+from attnroute.engine.work import steps_of, work_of
 from attnroute.question.policy import Policy
 from attnroute.tables.cards import peak_of
-from attnroute.tables.costs import FOLDER, Trait
+from attnroute.tables.costs import FOLDER
 from attnroute.tables.load import load
 from attnroute.tables.read import shipped_folder
+from attnroute.vocabulary import Repair
 from benchmarks import recorded
 from benchmarks.fit_hosts import Sample, hosts_of, rounded
+from benchmarks.fit_kernels import Fitted, Point, fitted, minimized, softened
+from benchmarks.fit_repairs import NO_BACKWARD, refitted, start
 from benchmarks.recorded import Record
 
-Array = NDArray[np.float64]
+Points = dict[tuple[str, str], list[Point]]
+"""By backend and kernel."""
 SOURCES: Final = {
     "h200-torch2.11-sweep": 1.0,
     "h200-torch2.11-models": 2.0,
@@ -47,73 +48,25 @@ SOURCES: Final = {
 FAR: Final = 0.5
 """Power of the fastest backend's time over its own with which the call of a backend counts: the further it is
 behind, the less an error changes who is first."""
+BOUND: Final = 3
+"""Power of the host's time over the call's with which a host time counts: what a mask that fills the device's
+memory costs the host is hidden behind the device."""
 FIRST: Final = next(iter(SOURCES))
 ARCH: Final = "sm_90"
-SMS: Final = 132.0
-START: Final = {
-    "launch_us": 6.0,
-    "block_us": 0.3,
-    "wave": 0.3,
-    "packing": 0.5,
-    "split_keys": 4000.0,
-    "gbs": 3000.0,
-    "idle": 0.2,
-    "mask_gbs": 3000.0,
-    "repair_gbs": 600.0,
-    "repair_us": 6.0,
-    "ragged_us": 2.0,
-}
-"""Where the numbers of a kernel start."""
-START_TFLOPS: Final = 300.0
-PULL: Final = 0.05
-"""How strongly a number is drawn to its start: as one call that is off by this share of the logarithm."""
-PULL_DIM: Final = 0.2
-"""The same for the rate of one head_dim, which is drawn to that of all."""
-PULL_FACTOR: Final = 0.2
-"""The same for the factor of a trait, which is drawn to 1."""
-HELD: Final = 100.0
-"""The same for a number that stays where it starts."""
-REPAIRING: Final = ("cudnn", "forward")
-"""The kernel whose calls say what repairs take: they are the same for all, and it needs most of them."""
-OUTLIER: Final = 0.15
-"""From this error on a call counts less."""
+KERNELS: Final = ("forward", "forward_few", "backward")
+ROUNDS: Final = 3
+"""How often kernels, repairs and paces are fitted in turn before the last fit of the kernels."""
+SHARED: Final = 0.5
+"""How much of a call's pace is taken out, as a power."""
+FEWEST_SHARING: Final = 3
+"""Backends without which a call has no pace."""
 NEAR: Final = 0.05
 """Relative difference of two fits to the same records."""
-FEWEST_WITH: Final = 3
-"""Calls with a trait without which no factor is fitted."""
-FEWEST: Final = 8
-"""Calls without which nothing is fitted."""
 
 
-class Point(NamedTuple):
-    """One direction of one call on one backend."""
-
-    work: Work
-    ms: float
-    is_fit: bool
-    name: str
-    weight: float
-
-
-class Fitted(NamedTuple):
-    """The numbers of one kernel, and how far off they are: medians of the relative error."""
-
-    numbers: dict[str, Any]
-    calls: int
-    seen: float
-    unseen: float
-    worst: tuple[float, str]
-
-    def __str__(self) -> str:
-        """Say how far off they are."""
-        error, name = self.worst
-        told = f"{self.calls} calls, off by {self.seen:.1%}, where not seen {self.unseen:.1%}"
-        return f"{told}; furthest {math.exp(error):.2f} times: {name}"
-
-
-def points() -> tuple[dict[tuple[str, str], list[Point]], dict[str, list[Sample]]]:
+def points() -> tuple[Points, dict[str, list[Sample]]]:
     """Return the points by backend and kernel, and the host times by backend."""
-    found: dict[tuple[str, str], list[Point]] = defaultdict(list)
+    found: Points = defaultdict(list)
     hosts: dict[str, list[Sample]] = defaultdict(list)
     for source in SOURCES:
         for record in recorded.READERS[source](source, recorded.load(source)):
@@ -130,7 +83,7 @@ def _points_of(record: Record, hosts: dict[str, list[Sample]]) -> Iterator[tuple
         if not judgement.is_able or not time.is_right or time.forward_ms is None:
             continue
         given, final = judgement.form.call, judgement.final.form.call
-        work = work_of(given, final, judgement.repairs, judgement.stages.extra_bytes)
+        work = work_of(given, final, judgement.repairs, judgement.stages.sizes)
         if work is None:
             continue
         weight = SOURCES[record.source] * (fastest / time.total_ms) ** FAR
@@ -141,151 +94,79 @@ def _points_of(record: Record, hosts: dict[str, list[Sample]]) -> Iterator[tuple
             steps = steps_of(final)
             others = [t.first_ms for t in record.times.values() if t.first_ms is not None]
             first = None if time.first_ms is None else time.first_ms - min(others)
-            host = Sample(record.id, given.phase, judgement.repairs, work.traits, steps, time.host_us, first)
+            bound = time.host_us / 1e3 / max(time.device_ms or 0.0, time.host_us / 1e3)
+            host = Sample(
+                record.id,
+                given.phase,
+                judgement.repairs,
+                work.traits,
+                steps,
+                time.host_us,
+                first,
+                bound**BOUND,
+            )
             hosts[backend].append(host)
         if time.backward_ms is not None:
             whose = "chunked" if "backward_from_chunked" in judgement.repairs else backend
             yield whose, "backward", Point(work, time.backward_ms, is_fit, record.id, weight)
 
 
-class Model:
-    """The numbers of one kernel as a vector of logarithms, and what it predicts for points."""
+def fits_of(found: Points) -> dict[tuple[str, str], Fitted]:
+    """Fit kernels, what repairs take, and the paces of calls in turn."""
+    known = {goes_back: start(_sized(found, goes_back=goes_back)) for goes_back in (False, True)}
 
-    def __init__(self, points: list[Point], known: Mapping[str, float]) -> None:
-        """Take those numbers that the points speak about; what is known stays as it is."""
-        self._works = [point.work for point in points]
-        fields = [name for name in Work._fields if name not in ("traits", "is_few", "head_dim")]
-        columns = {name: np.array([float(getattr(w, name)) for w in self._works]) for name in fields}
-        self._work: Any = Work(
-            **columns, head_dim=np.array([w.head_dim for w in self._works]), traits=frozenset(), is_few=False
-        )
-        self.dims = sorted({work.head_dim for work in self._works})
-        counts = {t: sum(t in p.work.traits and p.is_fit for p in points) for t in get_args(Trait)}
-        seen = sum(p.is_fit for p in points)
-        # One that all calls have cannot be told from the rate, and of few calls nothing is learned.
-        self.traits = [t for t, count in counts.items() if FEWEST_WITH <= count <= 0.97 * seen]
-        self._dim = np.array([self.dims.index(work.head_dim) for work in self._works])
-        self._has = np.array([[float(t in work.traits) for t in self.traits] for work in self._works])
-        self.start = np.array(
-            [
-                *(_inner(name, value) for name, value in {**START, **known}.items()),
-                math.log(START_TFLOPS),
-                *([0.0] * (len(self.dims) + len(self.traits))),
-            ]
-        )
-        strengths = [HELD if name in known else PULL for name in START]
-        apart = [PULL_DIM] * len(self.dims) + [PULL_FACTOR] * len(self.traits)
-        self.pull = np.array([*strengths, PULL, *apart])
+    def fit() -> dict[tuple[str, str], Fitted]:
+        every = ((key, fitted(its, known[_goes_back(key)])) for key, its in found.items())
+        return {key: fit for key, fit in every if fit is not None}
 
-    def predicted(self, vector: Array) -> Array:
-        """Return the milliseconds of each point."""
-        numbers, tflops, factors = self._parts(vector)
-        rates: Any = Rates(
-            **numbers, tflops=tflops[self._dim], factor=np.exp(self._has @ np.log(factors)), sms=SMS
-        )
-        return np.asarray(device_ms(self._work, rates))
-
-    def numbers(self, vector: Array) -> dict[str, Any]:
-        """Return the vector as a `Kernel` of the tables has it."""
-        numbers, tflops, factors = self._parts(vector)
-        return {
-            **{name: rounded(value) for name, value in numbers.items()},
-            "tflops": {f"d{d}": rounded(rate) for d, rate in zip(self.dims, tflops, strict=True)},
-            "factor": {
-                trait: value
-                for trait, factor in zip(self.traits, factors, strict=True)
-                if (value := rounded(factor)) != 1.0
-            },
-        }
-
-    def _parts(self, vector: Array) -> tuple[dict[str, Any], Array, Array]:
-        first = len(START)
-        end = first + 1 + len(self.dims)
-        numbers = {name: _outer(name, v) for name, v in zip(START, vector[:first], strict=True)}
-        return numbers, np.exp(vector[first] + vector[first + 1 : end]), np.exp(vector[end:])
+    for _ in range(ROUNDS):
+        fits = fit()
+        for goes_back, before in known.items():
+            its = [each for key, f in fits.items() if _goes_back(key) == goes_back for each in f.repaired]
+            known[goes_back] = refitted(its, before, softened, minimized)
+        found = paced(found, fits)
+    return fit()
 
 
-def _inner(name: str, value: float) -> float:
-    return math.log(value / (1 - value)) if name == "packing" else math.log(value)
+def _goes_back(key: tuple[str, str]) -> bool:
+    return key[1] == "backward"
 
 
-def _outer(name: str, value: float) -> float:
-    return float(1 / (1 + np.exp(-value)) if name == "packing" else np.exp(value))
+def _sized(found: Points, *, goes_back: bool) -> set[Repair]:
+    """Return the repairs that allocate something for a call of one direction."""
+    its = (point for key, points in found.items() if _goes_back(key) == goes_back for point in points)
+    sized = {name for point in its for name in point.work.repair_bytes}
+    return sized - NO_BACKWARD if goes_back else sized
 
 
-def minimized(residuals: Callable[[Array], Array], vector: Array, *, steps: int = 80) -> Array:
-    """Return the vector that makes the sum of squares least, by Levenberg-Marquardt."""
-    damping = 1e-2
-    found = residuals(vector)
-    for _ in range(steps):
-        columns = [(residuals(vector + step) - found) / 1e-4 for step in np.eye(len(vector)) * 1e-4]
-        jacobian = np.stack(columns, axis=1)
-        square, gradient = jacobian.T @ jacobian, jacobian.T @ found
-        before = float(found @ found)
-        while damping < 1e8:
-            scaled = square + damping * (np.diag(np.diag(square)) + 1e-9 * np.eye(len(vector)))
-            moved = vector - np.clip(np.linalg.solve(scaled, gradient), -1, 1)
-            tried = residuals(moved)
-            if float(tried @ tried) < before:
-                break
-            damping *= 4
-        else:
-            return vector
-        vector, found, damping = moved, tried, damping / 3
-        if before - float(found @ found) < 1e-7 * before:
-            return vector
-    return vector
+def paced(found: Points, fits: dict[tuple[str, str], Fitted]) -> Points:
+    """Return the points with the paces that the errors of their call on all backends tell."""
+    slower: dict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
+    for key, fit in fits.items():
+        for point, error in zip(found[key], fit.errors, strict=True):
+            slower[point.name, _goes_back(key)].append((-error, point.weight))
+    paces = {
+        call: math.exp(SHARED * _middle(its)) for call, its in slower.items() if len(its) >= FEWEST_SHARING
+    }
+    return {
+        key: [point._replace(pace=paces.get((point.name, _goes_back(key)), 1.0)) for point in points]
+        for key, points in found.items()
+    }
 
 
-def fitted(points: list[Point], known: Mapping[str, float]) -> Fitted | None:
-    """Fit the numbers of one kernel that are not known; None where too few calls speak about it."""
-    seen = np.array([point.is_fit for point in points])
-    if seen.sum() < FEWEST:
-        return None
-    model = Model(points, known)
-    measured = np.log(np.array([point.ms for point in points]))
-    weights = np.sqrt(np.array([point.weight for point in points]))[seen]
-
-    def residuals(vector: Array) -> Array:
-        error = (np.log(model.predicted(vector)) - measured)[seen]
-        # The square of this grows as the error itself from OUTLIER on.
-        softened = np.sign(error) * np.sqrt(2 * OUTLIER**2 * (np.sqrt(1 + (error / OUTLIER) ** 2) - 1))
-        return np.concatenate([weights * softened, model.pull * (vector - model.start)])
-
-    vector = minimized(residuals, model.start)
-    error = np.log(model.predicted(vector)) - measured
-    furthest = int(np.argmax(np.abs(np.where(seen, 0.0, error))))
-    return Fitted(
-        model.numbers(vector),
-        int(seen.sum()),
-        float(np.median(np.abs(error[seen]))),
-        float(np.median(np.abs(error[~seen]))) if (~seen).any() else math.nan,
-        (float(error[furthest]), points[furthest].name),
-    )
-
-
-def repairing(points: list[Point]) -> dict[str, float]:
-    """Return the numbers of repairs.
-
-    Raises:
-        SystemExit: Too few calls speak about them.
-    """
-    found = fitted(points, {})
-    if found is None:
-        raise SystemExit(f"the records require {FEWEST} calls of {' '.join(REPAIRING)}.")
-    return {name: found.numbers[name] for name in START if name.startswith("repair_")}
+def _middle(weighted: list[tuple[float, float]]) -> float:
+    """Return the weighted median."""
+    values, weights = (np.array(column) for column in zip(*sorted(weighted), strict=True))
+    sums = np.cumsum(weights)
+    return float(values[int(np.searchsorted(sums, sums[-1] / 2))])
 
 
 def tables() -> Iterator[tuple[str, str, str]]:
     """Yield backend, the text of its file and a report on its fit."""
     found, hosts = points()
-    known, host_times = repairing(found[REPAIRING]), hosts_of(hosts)
+    host_times, all_fits = hosts_of(hosts), fits_of(found)
     for backend in sorted(hosts):
-        fits = {
-            kernel: fit
-            for kernel in ("forward", "forward_few", "backward")
-            if (its := found.get((backend, kernel))) and (fit := fitted(its, known)) is not None
-        }
+        fits = {k: fit for k in KERNELS if (fit := all_fits.get((backend, k))) is not None}
         if "forward" in fits:
             lines = [f"{backend:10}{kernel:12} {fit}" for kernel, fit in fits.items()]
             yield backend, text_of(backend, fits, host_times[backend]), "\n".join(lines)

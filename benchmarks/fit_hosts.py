@@ -43,6 +43,7 @@ class Sample(NamedTuple):
         us: The time.
         first_ms: What the first call of the shape took above the shortest first call of another backend; None
             where nobody timed it.
+        weight: How many calls it counts for: less where the device takes longer, so that it matters less.
     """
 
     record: str
@@ -52,6 +53,7 @@ class Sample(NamedTuple):
     steps: float
     us: float
     first_ms: float | None = None
+    weight: float = 1.0
 
 
 class _Host:
@@ -64,6 +66,7 @@ class _Host:
         self.names = sorted(name for name, count in counts.items() if FEW <= count < len(samples))
         self.records = [s.record for s in samples]
         self.measured = np.array([s.us for s in samples])
+        self.weights = np.array([s.weight for s in samples])
         rows = [
             [True, s.steps * in_steps, *(name in found for name in self.names)]
             for s, found in zip(samples, parts, strict=True)
@@ -82,7 +85,7 @@ class _Host:
                 its = column > 0
                 if its.any():
                     rest = measured - self.predicted() + column * self.found[at]
-                    weights = column[its] / measured[its]
+                    weights = self.weights[its] * column[its] / measured[its]
                     self.found[at] = max(0.0, _middle(rest[its] / column[its], weights))
 
     def told(self, usual: dict[str, float]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from attnroute.engine.work import Work, steps_of, work_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attnroute.question.call import Call
     from attnroute.tables.archs import Peak
     from attnroute.tables.costs import Costs, HostTimes, Kernel
@@ -57,7 +59,7 @@ class Rates(NamedTuple):
     gbs: float
     idle: float
     mask_gbs: float
-    repair_gbs: float
+    repair_gbs: Mapping[Repair, float]
     repair_us: float
     ragged_us: float
     factor: float
@@ -65,7 +67,7 @@ class Rates(NamedTuple):
 
 
 def cost_of(
-    given: Call, final: Call, repairs: tuple[Repair, ...], extra_bytes: int, costs: Costs, peak: Peak
+    given: Call, final: Call, repairs: tuple[Repair, ...], sizes: tuple[int, ...], costs: Costs, peak: Peak
 ) -> Cost | None:
     """Return what a call is predicted to take.
 
@@ -73,14 +75,14 @@ def cost_of(
         given: The call, normalised.
         final: The call as the kernel gets it.
         repairs: What is done to it before, in order.
-        extra_bytes: What that allocates.
+        sizes: What each of them allocates, in bytes.
         costs: The costs of the backend.
         peak: What the card can do at most.
 
     Returns:
         None where nothing was measured that speaks about such a call.
     """
-    work = work_of(given, final, repairs, extra_bytes)
+    work = work_of(given, final, repairs, sizes)
     if work is None:
         return None
     table = costs.table
@@ -121,7 +123,7 @@ def rates_of(kernel: Kernel, work: Work, measured: Peak, peak: Peak) -> Rates | 
         gbs=kernel.gbs * bandwidth,
         idle=kernel.idle,
         mask_gbs=kernel.mask_gbs * bandwidth,
-        repair_gbs=kernel.repair_gbs * bandwidth,
+        repair_gbs={repair: gbs * bandwidth for repair, gbs in kernel.repair_gbs.items()},
         repair_us=kernel.repair_us,
         ragged_us=kernel.ragged_us,
         factor=prod(kernel.factor.get(trait, 1.0) for trait in work.traits),  # type: ignore[call-overload]
@@ -143,7 +145,13 @@ def device_ms(work: Work, rates: Rates) -> float:
     launch = rates.launch_us + rates.ragged_us * work.is_ragged
     ends = rates.block_us * blocks / rates.sms * work.head_dim / _DIM
     overhead = (launch + ends + rates.repair_us * work.repairs) / 1e3
-    return overhead + kernel + work.repair_bytes / (rates.repair_gbs * _GIGA_PER_MS)
+    return overhead + kernel + repairing_ms(work, rates.repair_gbs)
+
+
+def repairing_ms(work: Work, gbs: Mapping[Repair, float]) -> float:
+    """Return the time of what repairs allocate, in milliseconds: none of a repair that has no rate."""
+    sizes = work.repair_bytes.items()
+    return sum((size / gbs[repair] for repair, size in sizes if repair in gbs), 0.0) / _GIGA_PER_MS
 
 
 def _host_us(host: HostTimes | None, final: Call, parts: tuple[str, ...]) -> float | None:

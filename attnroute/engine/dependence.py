@@ -143,7 +143,7 @@ def _own_ms(verdict: Verdict, decision: Decision, tables: Tables) -> float | Non
     if verdict.predicted_ms is not None:
         return verdict.ranked_ms
     call = decision.call
-    cost = prepared(tables, decision.host)[verdict.backend].cost(call, call, (), 0)
+    cost = prepared(tables, decision.host)[verdict.backend].cost(call, call, (), ())
     return None if cost is None or cost.kind == "inferred" else time_ms(cost, call) + verdict.plan_share_ms
 
 

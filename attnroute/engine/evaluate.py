@@ -160,18 +160,20 @@ class Prepared:
         host = None if self.costs is None else self.costs.table.host.get(phase)
         return 0.0 if host is None else host.plan_ms
 
-    def cost(self, given: Call, final: Call, repairs: tuple[Repair, ...], extra_bytes: int) -> Cost | None:
+    def cost(
+        self, given: Call, final: Call, repairs: tuple[Repair, ...], sizes: tuple[int, ...]
+    ) -> Cost | None:
         """Predict the time of a call, None where nothing was measured that speaks about it.
 
         Args:
             given: The call, normalised.
             final: The call as the kernel gets it.
             repairs: What made the one of the other.
-            extra_bytes: What these allocate.
+            sizes: What each of these allocates, in bytes.
         """
         if self.costs is None or self.peak is None:
             return None
-        return cost_of(given, final, repairs, extra_bytes, self.costs, self.peak)
+        return cost_of(given, final, repairs, sizes, self.costs, self.peak)
 
 
 @cached(256, TABLES)

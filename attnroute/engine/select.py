@@ -35,14 +35,19 @@ class Stages:
     Attributes:
         evaluations: In this order; the last one is what would run.
         repairs: What was repaired, in order.
-        extra_bytes: What the repairs allocate.
+        sizes: What each of them allocates, in bytes.
         quadratic_bytes: How many of these are a mask that makes memory quadratic.
     """
 
     evaluations: tuple[Evaluation, ...]
     repairs: tuple[Repair, ...]
-    extra_bytes: int
+    sizes: tuple[int, ...]
     quadratic_bytes: int
+
+    @property
+    def extra_bytes(self) -> int:
+        """What the repairs allocate together."""
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +118,8 @@ class Judgement:
         """What the call is predicted to take, None where nothing was measured that speaks about it."""
         if (tuned := self._tuned) is not None:
             return tuned
-        final, extra_bytes = self.final.form.call, self.stages.extra_bytes
-        return self.rows.cost(self.form.call, final, self.repairs, extra_bytes) if self._is_measured else None
+        final, sizes = self.final.form.call, self.stages.sizes
+        return self.rows.cost(self.form.call, final, self.repairs, sizes) if self._is_measured else None
 
     @property
     def _tuned(self) -> Cost | None:
@@ -160,13 +165,14 @@ class Judgement:
             return tuned, self.quadratic_bytes
         if not self._is_measured:
             return None, 0
-        form, extra_bytes, mask_bytes = self.form.rounded, 0, 0
+        form, mask_bytes = self.form.rounded, 0
+        sizes: list[int] = []
         for repair in self.repairs:
             # One that the rounded lengths do not need changes nothing.
             form, size = form.repaired(repair) or (form, 0)
-            extra_bytes += size
+            sizes.append(size)
             mask_bytes += size if repair in BUILD_MASKS else 0
-        return self.rows.cost(self.form.rounded.call, form.call, self.repairs, extra_bytes), mask_bytes
+        return self.rows.cost(self.form.rounded.call, form.call, self.repairs, tuple(sizes)), mask_bytes
 
     @cached_property
     def options(self) -> Options:
@@ -285,16 +291,16 @@ def _may_run(stages: Stages) -> bool:
 
 def _repair(rows: Prepared, form: Form, before: list[Evaluation], made: list[Repair]) -> Stages:
     """Apply the repairs that rows name, one at a time, until nothing that is left can be lifted."""
-    given, extra, quadratic = form, 0, 0
+    given, quadratic, sizes = form, 0, [0] * len(made)
     while True:
         evaluation = Evaluation(rows, form)
         before.append(evaluation)
         change = _next_repair(evaluation, made)
         if change is None:
-            return Stages(tuple(before), tuple(made), extra, quadratic)
+            return Stages(tuple(before), tuple(made), tuple(sizes), quadratic)
         repair, form, size = change
         made.append(repair)
-        extra += size
+        sizes.append(size)
         if repair in BUILD_MASKS and holds_quadratic(form.facts) and may_grow(given.facts):
             quadratic += size
 

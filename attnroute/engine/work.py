@@ -7,6 +7,7 @@ in tiles of 128 queries and keys.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
 from typing import Final, NamedTuple, get_args
 
@@ -26,7 +27,7 @@ from attnroute.question.nodes import (
     WindowNode,
 )
 from attnroute.tables.costs import HeadDim
-from attnroute.vocabulary import DTYPE_BYTES
+from attnroute.vocabulary import DTYPE_BYTES, Repair
 
 TILE: Final = 128
 """Queries, and keys, that a block of a kernel takes at a time."""
@@ -62,7 +63,7 @@ class Work(NamedTuple):
             query, since kernels share none then.
         bytes: Of query, key, value and output.
         mask_bytes: Of mask and bias tensors, as often as they are read.
-        repair_bytes: What repairs allocate.
+        repair_bytes: What each repair allocates, of those that allocate anything.
         repairs: How many repairs run something on the device.
         is_ragged: 1 in a ragged batch, else 0.
         head_dim: The larger head_dim, rounded up to one that `tflops` of a `Kernel` names.
@@ -77,7 +78,7 @@ class Work(NamedTuple):
     keys: float
     bytes: float
     mask_bytes: float
-    repair_bytes: float
+    repair_bytes: Mapping[Repair, float]
     repairs: int
     is_ragged: int
     head_dim: int
@@ -92,24 +93,24 @@ class _Tiles(NamedTuple):
     keys: float
 
 
-def work_of(given: Call, final: Call, repairs: tuple[str, ...], extra_bytes: int) -> Work | None:
+def work_of(given: Call, final: Call, repairs: tuple[Repair, ...], sizes: tuple[int, ...]) -> Work | None:
     """Return what a kernel does for a call.
 
     Args:
         given: The call, normalised.
         final: The call as the kernel gets it.
         repairs: What was done to it before.
-        extra_bytes: What that allocates.
+        sizes: What each of them allocates, in bytes.
 
     Returns:
         None where a length is 0, or where nothing was measured: head_dims that are larger, and dtypes that
         are not of 16 bits.
     """
-    sizes = (final.batch, final.num_heads_q, final.num_heads_kv, final.seqlen_q, final.seqlen_kv)
+    shape = (final.batch, final.num_heads_q, final.num_heads_kv, final.seqlen_q, final.seqlen_kv)
     head_dim = next((d for d in _DIMS if d >= max(final.head_dim_qk, final.head_dim_v)), None)
-    if 0 in sizes or head_dim is None or DTYPE_BYTES[final.dtype] != _MEASURED_BYTES:
+    if 0 in shape or head_dim is None or DTYPE_BYTES[final.dtype] != _MEASURED_BYTES:
         return None
-    batch, heads, heads_kv, seqlen_q, seqlen_kv = sizes
+    batch, heads, heads_kv, seqlen_q, seqlen_kv = shape
     group = heads // heads_kv
     lengths = _sequences(given, final)
     has_tensor = isinstance(final.bias, DenseBias) or any(isinstance(n, DenseNode) for n in final.mask)
@@ -134,7 +135,7 @@ def work_of(given: Call, final: Call, repairs: tuple[str, ...], extra_bytes: int
         keys=1.0 if any(map(_per_query, _tensors(final))) else max(1.0, keys * kept),
         bytes=DTYPE_BYTES[final.dtype] * batch * dims * (heads * seqlen_q + heads_kv * reached),
         mask_bytes=_mask_bytes(final, min(1.0, pairs / (seqlen_q * seqlen_kv))),
-        repair_bytes=extra_bytes,
+        repair_bytes={name: size for name, size in zip(repairs, sizes, strict=True) if size},
         repairs=sum(repair not in _FREE for repair in repairs),
         is_ragged=int(final.layout == "thd"),
         head_dim=head_dim,

@@ -65,7 +65,7 @@ class Kernel(_Part):
         gbs: Rate at which query, key, value and output are read and written, in 10^9 bytes a second.
         idle: How much of that rate is lost where blocks are fewer than multiprocessors.
         mask_gbs: The same rate for mask and bias tensors.
-        repair_gbs: The same for what repairs copy.
+        repair_gbs: The same for what each repair allocates; one that is not named takes nothing.
         repair_us: What each repair takes besides, in microseconds.
         ragged_us: What a ragged batch adds to `launch_us`.
         factor: How many times longer the work takes for calls with a trait.
@@ -80,7 +80,7 @@ class Kernel(_Part):
     gbs: Positive
     idle: NotNegative
     mask_gbs: Positive
-    repair_gbs: Positive
+    repair_gbs: dict[Repair, Positive]
     repair_us: NotNegative
     ragged_us: NotNegative
     factor: dict[Trait, Positive]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnroute.engine.costs import cost_of
+from attnroute.engine.costs import cost_of, rates_of, repairing_ms
 from attnroute.engine.decide import decide
 from attnroute.engine.evaluate import Form, prepared
 from attnroute.engine.rounding import rounded
@@ -22,8 +22,9 @@ from attnroute.question.policy import Policy
 from attnroute.tables.cards import peak_of
 from attnroute.tables.costs import costs_of
 from attnroute.tables.load import load
-from benchmarks import fit_costs, recorded
+from benchmarks import fit_costs, fit_kernels, recorded
 from benchmarks.fit_hosts import Sample, hosts_of
+from benchmarks.fit_repairs import Repaired, Repairing, refitted, start
 
 TABLES = load()
 H200 = Host(arch="sm_90", device_name="NVIDIA H200", versions=recorded.records()[0].host.versions)
@@ -35,14 +36,12 @@ def predicted(backend, line, host=H200):
     judgement = Judgement(prepared(TABLES, host)[backend], Form(normalize(parse(line))), Policy())
     stages, costs = judgement.stages, costs_of(TABLES, host.arch, backend)
     final = stages.evaluations[-1].form.call
-    return cost_of(
-        judgement.form.call, final, stages.repairs, stages.extra_bytes, costs, peak_of(TABLES, host)
-    )
+    return cost_of(judgement.form.call, final, stages.repairs, stages.sizes, costs, peak_of(TABLES, host))
 
 
 def work(line):
     call = normalize(parse(line))
-    return work_of(call, call, (), 0)
+    return work_of(call, call, (), ())
 
 
 @pytest.mark.parametrize("backend", MEASURED)
@@ -85,6 +84,39 @@ def test_a_mask_that_is_built_costs_what_it_writes_and_reads():
     assert masked.device_ms > 1.3 * plain.device_ms
 
 
+def test_each_repair_takes_its_bytes_at_its_own_rate():
+    call = normalize(parse("bf16 b4 hq32 hkv32 sq1 skv4096 d128"))
+    table, peak = costs_of(TABLES, "sm_90", "efficient").table, peak_of(TABLES, H200)
+    rates = table.forward_few.repair_gbs
+    assert rates["materialize_mask"] > 2 * rates["expand_kv"]
+    for repair in ("expand_kv", "materialize_mask", "recognize_mask"):
+        done = work_of(call, call, (repair,), (2**30,))
+        assert done.repair_bytes == {repair: 2**30}
+        took = repairing_ms(done, rates_of(table.forward_few, done, table.peak, peak).repair_gbs)
+        assert took == pytest.approx(2**30 / rates[repair] / 1e6 if repair in rates else 0.0)
+
+
+def test_what_repairs_take_is_found_from_calls_of_all_backends():
+    known = Repairing({"expand_kv": 900.0, "to_varlen": 400.0}, 5.0)
+    sizes = [("expand_kv", 2**28), ("expand_kv", 2**30), ("to_varlen", 2**28), ("to_varlen", 2**29)] * 3
+    calls = [
+        Repaired(rest, {name: size}, 1, rest + size / known.gbs[name] / 1e6 + known.us / 1e3, 1.0)
+        for rest, (name, size) in zip([0.02, 0.1, 0.5] * 4, sizes, strict=True)
+    ]
+    found = refitted(calls, start(known.gbs), fit_kernels.softened, fit_kernels.minimized)
+    assert found.gbs == pytest.approx(known.gbs, rel=0.05)
+
+
+def test_what_a_call_took_longer_on_all_backends_is_half_taken_out():
+    done = work("bf16 b1 hq8 hkv8 sq64 skv64 d64")
+    keys = [(backend, "forward") for backend in TAKEN]
+    points = {key: [fit_kernels.Point(done, 1.0, True, name, 1.0) for name in "ab"] for key in keys}
+    errors = {key: [math.log(0.25), own] for key, own in zip(keys, (0.0, 0.1, -0.1), strict=True)}
+    fits = {key: fit_kernels.Fitted({}, 2, 0, 0, (0, ""), [], errors[key]) for key in keys}
+    paces = [[point.pace for point in its] for its in fit_costs.paced(points, fits).values()]
+    assert paces == [[pytest.approx(2.0), 1.0]] * 3
+
+
 def test_documents_of_a_known_number_end_anywhere():
     line = "bf16 b1 hq8 hkv8 sq16384 skv16384 d128 thd causal documents="
     even, unknown = work(f"{line}4096,4096,4096,4096"), work(f"{line}x4")
@@ -102,7 +134,9 @@ def test_the_backward_of_chunked_takes_what_it_takes_there():
     assert judgement.cost.device_ms > 0
     call, final = judgement.form.call, judgement.final.form.call
     alone = costs._replace(composed=None)
-    assert cost_of(call, final, judgement.repairs, 0, alone, peak_of(TABLES, H200)) is None
+    assert (
+        cost_of(call, final, judgement.repairs, judgement.stages.sizes, alone, peak_of(TABLES, H200)) is None
+    )
 
 
 def test_a_bias_is_read_where_the_kernel_goes():
@@ -127,6 +161,17 @@ def test_the_pace_of_the_machine_is_taken_out():
     found = hosts_of({**plain, "cudnn": [*plain["cudnn"], *repaired], "flash": plain["flash"][:4]})
     assert {name: times["inference"]["call_us"] for name, times in found.items()} == TAKEN
     assert found["cudnn"]["inference"]["adding_us"] == {"cast_mask": 40}
+
+
+@pytest.mark.parametrize(("weight", "us"), [(0.001, 20), (30.0, 900)])
+def test_a_host_time_that_the_device_hides_says_less(weight, us):
+    def sample(record, us, weight=1.0):
+        return Sample(record, "inference", (), frozenset(), 0.0, us, None, weight)
+
+    others = {name: [sample(r, TAKEN[name]) for r in "abcdefgh"] for name in ("flash", "fa3")}
+    hidden = [sample(r, 900, weight) for r in "cdefgh"]
+    found = hosts_of({**others, "cudnn": [sample("a", 20), sample("b", 20), *hidden]})
+    assert found["cudnn"]["inference"]["call_us"] == us
 
 
 def test_padding_spares_a_part_of_the_keys():

@@ -126,16 +126,17 @@ def test_a_verdict_has_the_prediction_at_the_exact_lengths():
 def test_repairs_and_their_bytes_are_part_of_what_is_predicted():
     asked = {}
 
-    def times(backend, final, repairs, extra_bytes):
-        asked.setdefault(backend, []).append((final, repairs, extra_bytes))
+    def times(backend, final, repairs, sizes):
+        asked.setdefault(backend, []).append((final, repairs, sizes))
         return (1.0, 0.0)
 
     found = decided(times, parse("bf16 b1 hq8 sq4000 d128 window=255,0"))
     verdict = found.verdict("cudnn")
     made = ("materialize_mask", "cast_mask")
     about, exact = asked["cudnn"]
-    assert exact[1:] == (verdict.repairs, verdict.extra_bytes) == (made, 3 * 4000 * 4000)
-    assert about[1:] == (made, 3 * 4096 * 4096)
+    assert exact[1:] == (made, (4000 * 4000, 2 * 4000 * 4000))
+    assert (verdict.repairs, verdict.extra_bytes) == (made, 3 * 4000 * 4000)
+    assert about[1:] == (made, (4096 * 4096, 2 * 4096 * 4096))
     assert about[0].bias.shape == (1, 1, 4096, 4096)
 
 

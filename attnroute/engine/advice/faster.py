@@ -37,6 +37,4 @@ def _cost(judgement: Judgement) -> Cost | None:
     if judgement.is_able:
         return judgement.cost
     stages = judgement.stages
-    return judgement.rows.cost(
-        judgement.form.call, judgement.final.form.call, stages.repairs, stages.extra_bytes
-    )
+    return judgement.rows.cost(judgement.form.call, judgement.final.form.call, stages.repairs, stages.sizes)
