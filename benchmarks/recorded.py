@@ -27,6 +27,8 @@ SHORT_MS = 0.3
 IN_A_ROW = 0.8
 """Of a training step's host time: in a row the next step begins while another thread hands over the backward
 of the last. Rows of steps took 0.7 to 0.85 of it: the walls of the grids beside `package_host.py`."""
+OF_TODAY = frozenset({"h200-torch2.11-sweep", "h200-torch2.11-models"})
+"""Files whose host times are of today's code; they alone tell host and device apart."""
 TORCH_ONLY = ("torch", "cuda", "cudnn", "triton")
 """The versions of a host that has torch and no other package with kernels."""
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import get_args
 
@@ -13,21 +14,22 @@ import pytest
 from attnroute.engine.decide import decide
 from attnroute.question.policy import Policy
 from attnroute.tables.load import load
-from benchmarks import recorded, replay, shortfall
+from benchmarks import recorded, repeats, replay, shortfall
 
 MEAN = {
-    "everything": {"fit": 1.037, "unseen": 1.049},
-    "torch alone": {"fit": 1.03, "unseen": 1.039},
+    "everything": {"fit": 1.034, "unseen": 1.0455},
+    "torch alone": {"fit": 1.0285, "unseen": 1.0375},
 }
 """Geometric means of the choice's time over the best one's, by what is installed and by part.
 
-No fit reads the unseen part. People who changed the model have looked at its misses, but for those of the 54
-calls of `h200-torch2.11-grid-fresh-after`. Only the sweep and the models hold host times of today's code; the
-best of a short call in an older file is that of its day.
+No fit reads the unseen part. People who changed the model have looked at its misses and have seen its mean
+while they compared some thirty variants, whose means lay between 1.042 and 1.07: a difference of half a
+percent says little. Only the sweep and the models hold host times of today's code; the best of a short call
+in an older file is that of its day. `results/replay-shortfall.md` says what each cause adds to a mean.
 """
-FAR = {"everything": 75, "torch alone": 62}
+FAR = {"everything": 62, "torch alone": 52}
 """How many choices may take more than 1.15 of the best one's time."""
-SLOWER = {"everything": 78, "torch alone": 64}
+SLOWER = {"everything": 64, "torch alone": 48}
 """How many may take more than 1.02 of the time of stock's kernel."""
 PRINTED = 10
 
@@ -72,15 +74,52 @@ def test_each_choice_that_breaks_a_bound_is_explained():
 
 @pytest.mark.parametrize("packages", PACKAGES)
 def test_causes_are_what_their_sentences_say(packages):
-    found = shortfall.shortfalls(packages)
-    assert len(found) == sum(map(shortfall.breaks, chosen(packages)))
+    found = shortfall.explained(packages)
+    assert len(found) == len(chosen(packages))
+    assert len(shortfall.shortfalls(packages)) == sum(map(shortfall.breaks, chosen(packages)))
     for choice, rival, cause, _ in found:
-        took, others = (choice.record.times[name].total_ms for name in (choice.selected, rival))
-        if cause == "fastest":
-            assert choice.regret <= replay.TOLERATED
-            assert choice.stock > replay.TOLERATED
+        short = repeats.is_short(choice.record, choice.took_ms)
+        is_equal = choice.regret <= replay.TOLERATED
+        if cause == "none":
+            assert choice.selected == choice.best
+            assert not shortfall.is_slower(choice)
+        elif cause == "fastest":
+            assert is_equal
+            assert shortfall.is_slower(choice)
+        elif cause in {"short", "repeat"}:
+            assert short == (cause == "short")
+            assert choice.regret <= repeats.spreads()[short].most
+        elif cause == "again":
+            source, ratio = repeats.again(choice.record, choice.selected, rival)
+            assert source != choice.record.source
+            assert ratio <= replay.TOLERATED
+        elif cause.startswith("older"):
+            assert choice.record.source not in recorded.OF_TODAY
         elif cause != "noise":
-            assert took > others
+            assert choice.record.times[choice.selected].total_ms > choice.record.times[rival].total_ms
+
+
+@pytest.mark.parametrize("packages", PACKAGES)
+@pytest.mark.parametrize("part", get_args(recorded.Part))
+def test_what_causes_add_is_the_mean(packages, part):
+    causes = shortfall.by_cause(packages, part)
+    calls = sum(map(len, causes.values()))
+    added = math.fsum(shortfall.share(its, calls) for its in causes.values())
+    mean = replay.summary(c for c in chosen(packages) if c.record.part == part).mean
+    assert math.exp(added) == pytest.approx(mean)
+
+
+def test_files_of_one_card_differ_more_where_the_host_counts():
+    large, small = repeats.spreads()[False], repeats.spreads()[True]
+    assert min(large.pairs, small.pairs) > 300
+    assert 1 < large.half < large.most < small.most
+    by_source = {r.source: r for r in recorded.records() if r.name == "whisper_enc_1500"}
+    one, other = by_source["h200-torch2.11-grid"], by_source["h200-torch2.11-grid-tokens"]
+    least = min(
+        repeats.ratio(r, "cudnn", "fa3") for r in recorded.records() if r.call == one.call and r is not one
+    )
+    assert repeats.again(one, "cudnn", "fa3")[1] == pytest.approx(least)
+    assert repeats.ratio(other, "cudnn", "fa3") >= least
 
 
 def test_a_choice_is_what_decide_selects():
