@@ -45,7 +45,7 @@ def both(te_release, cudnn_release):
 
 def test_where_te_is_described():
     described = {a for a in TABLES.arch_names if TABLES.rules(a, "te") is not None}
-    assert described - {"cpu"} == set(TABLES.arch_names) - {"cpu", "sm_75"}
+    assert described - {"cpu"} == set(TABLES.arch_names) - {"cpu"}
     assert archs_with("te", "sm_80/te/no-ragged-batches") == {"sm_80", "sm_86", "sm_87", "sm_89"}
 
 
