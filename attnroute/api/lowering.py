@@ -67,6 +67,9 @@ def of_any(route: Route, problem: Problem) -> Lower | None:
     mask, extent, whole = problem.mask, problem.extent, problem.whole_mask
     if mask is None or whole is None or route.recognizes or route.mask is not None:
         return None
+    if problem.given.mask is None:
+        # A packed batch is made of its sums, and what runs the call is given those of no other one.
+        return None
     if isinstance(mask, Tensor):
         bands = whole.nodes[1:]
         if not bands:

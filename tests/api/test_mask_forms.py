@@ -270,3 +270,33 @@ def test_objects_are_freed(ways):
     gc.collect()
     assert [ref() for ref in seen] == [None] * 3
     assert ways == ["long", "short", "short"]
+
+
+@pytest.mark.parametrize("backend", ["flash", "math", "chunked"])
+@pytest.mark.parametrize("band", [{}, {"is_causal": True}, {"window": (5, 0)}])
+@pytest.mark.parametrize("trains", [False, True])
+def test_packed_batches_that_come_again_are_made_of_their_own_sums(backend, band, trains):
+    """They have no mask as an argument; sums are other tensors, or the same ones written anew."""
+    packed = [torch.randn(30, 2, 8, requires_grad=trains) for _ in range(3)]
+    kept = torch.tensor([0, 9, 9, 20, 30], dtype=torch.int32)
+    others = [
+        torch.tensor([0, *ends, 30], dtype=torch.int32) for ends in ((9, 9, 20), (1, 12, 18), (9, 9, 20))
+    ]
+    for number, sums in enumerate((kept, kept, kept, *others, kept, kept)):
+        if number in (2, 6):
+            kept[2] += 4
+        given = {"cu_seqlens_q": sums, "max_seqlen_q": 20, "layout": "thd", **band}
+        out = attnroute.attention(*packed, **given, backend=backend)
+        parts = masks.Documents(cu_seqlens=sums)
+        if "is_causal" in band:
+            parts = parts & masks.Causal(alignment="bottom_right")
+        elif band:
+            parts = parts & masks.Window(5, 0, alignment="bottom_right")
+        heads = [t.transpose(0, 1)[None].double() for t in packed]
+        want, _ = attend(*heads, allowed=parts.materialize(30, 30))
+        assert error(out.transpose(0, 1)[None], want) <= TOLERANCE[torch.float32]
+        if trains:
+            grads = torch.autograd.grad(out, packed, torch.ones_like(out))
+            wanted = torch.autograd.grad(want, packed, torch.ones_like(want))
+            for grad, true in zip(grads, wanted, strict=True):
+                assert error(grad, true, floor=1.0) <= 2 * TOLERANCE[torch.float32]

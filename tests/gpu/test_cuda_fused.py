@@ -110,8 +110,8 @@ def test_a_call_with_a_sink_runs_one_kernel_beside_attention(backend, sink_dtype
     want, _ = attend(*qkv, sink=sink)
     for _ in range(2):
         attnroute.attention(*qkv, sink=sink, backend=backend)
-    out, on_device, _ = names_of(lambda: attnroute.attention(*qkv, sink=sink, backend=backend))
-    layouts.check_ran(backend, on_device, set())
+    out, on_device, names = names_of(lambda: attnroute.attention(*qkv, sink=sink, backend=backend))
+    layouts.check_ran(backend, on_device, names)
     assert is_seen("shrink_kernel", on_device)
     assert not is_seen("sigmoid", on_device)
     assert error(out, want) <= TOLERANCE[torch.bfloat16]
@@ -189,15 +189,15 @@ def test_a_graph_that_is_captured_launches_what_was_compiled_before(backend):
 
 
 @pytest.mark.parametrize("memory", sorted(MEMORY))
-@pytest.mark.parametrize("backend", ["cudnn", "efficient"])
-def test_padding_that_holds_nan_is_cleared_in_one_launch(backend, memory):
+def test_padding_that_holds_nan_is_cleared_in_one_launch(memory):
+    """`efficient` has its mask padded at this length, and goes the general way."""
     keep, mask = RIGHT.cuda(), masks.KeyPadding(lengths=COUNTS.cuda())
     inputs = inputs_of(memory, math.nan, keep, torch.bfloat16, 64, LENGTH)
 
     def run():
-        hold(inputs, mask, keep, False, TOLERANCE[torch.bfloat16], train=False, backend=backend)
+        hold(inputs, mask, keep, False, TOLERANCE[torch.bfloat16], train=False, backend="cudnn")
 
     for _ in range(2):
         run()
     _, on_device, _ = names_of(run)
-    assert is_seen("clear_kernel", on_device) == (memory != "between words")
+    assert is_seen("clear_kernel", on_device) == ("between words" not in memory)
