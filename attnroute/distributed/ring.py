@@ -90,8 +90,7 @@ class _Ring(torch.autograd.Function):
         ctx: Any, ring: Ring, scale: float, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
         message, merged, rests = ring.message, _Merged(), []
-        own, its = message.write(key, value, key.dtype)
-        visiting = own
+        visiting, its = message.write(key, value, key.dtype)
         for kind, kernel, passes_on in ring.steps:
             under_way = ring.start(visiting) if passes_on else None
             if kernel is not None:
@@ -103,7 +102,8 @@ class _Ring(torch.autograd.Function):
                 visiting, _ = under_way.finish()
         out = merged.out.to(query.dtype)
         ctx.ring, ctx.scale, ctx.rests = ring, scale, rests
-        ctx.save_for_backward(query, own, out, merged.lse)
+        # Not the message: the caller holds keys and values anyway, and it would stay beside them.
+        ctx.save_for_backward(query, key, value, out, merged.lse)
         ctx.mark_non_differentiable(merged.lse)
         ctx.set_materialize_grads(False)
         return out, merged.lse
@@ -113,11 +113,11 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if grad_out is None:
             return (None,) * 5
-        query, own, out, lse = ctx.saved_tensors
+        query, key, value, out, lse = ctx.saved_tensors
         known = (out, lse, fitted(grad_out, out))
-        of_query, sums = _backward(ctx.ring, ctx.scale, (query, own), known, ctx.rests)
+        of_query, sums = _backward(ctx.ring, ctx.scale, (query, key, value), known, ctx.rests)
         of_key, of_value = ctx.ring.message.read(sums, "all")
-        return None, None, of_query.to(query.dtype), of_key.to(own.dtype), of_value.to(own.dtype)
+        return None, None, of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
 def _queries(kind: Kind, query: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _queries(kind: Kind, query: Tensor) -> Tensor:
 def _backward(
     ring: Ring,
     scale: float,
-    own: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor, Tensor],
     known: tuple[Tensor, Tensor, Tensor],
     rests: list[Any],
 ) -> tuple[Tensor, Tensor]:
@@ -136,11 +136,12 @@ def _backward(
     Args:
         ring: How.
         scale: Factor on QK^T.
-        own: Query of this rank, and the message with its keys and values.
+        own: Query, key and value of this rank.
         known: Its output, log-sum-exp and gradient of the output.
         rests: What else the steps of the forward returned, those that computed.
     """
-    (query, visiting), message, left = own, ring.message, iter(rests)
+    query, message, left = own[0], ring.message, iter(rests)
+    visiting, *its = message.write(*own[1:], own[1].dtype)
     halves: tuple[Tensor, ...] = ()
     of_query, sums = query, None
     for kind, kernel, passes_on in ring.steps:
@@ -152,14 +153,15 @@ def _backward(
         if kind == "last_queries" and not halves:
             halves = tuple(_last_half(t) for t in known)
         out, lse, grad_out = halves if kind == "last_queries" else known
-        qkv = (_queries(kind, query), *message.read(visiting, kind))
+        qkv = (_queries(kind, query), *(its.pop() if its else message.read(visiting, kind)))
         grads = kernel.backward(qkv, ForwardResult(out, lse, next(left)), grad_out, scale)
         visiting, sums = under_way.finish()
         if sums is None:
             of_query, (sums, _) = grads[0].to(_wide(query)), message.write(*grads[1:], _wide(query))
-            continue
-        totals = (_queries(kind, of_query), *message.read(sums, kind))
-        torch._foreach_add_(totals, grads)
+        else:
+            torch._foreach_add_((_queries(kind, of_query), *message.read(sums, kind)), grads)
+        # They would stay in memory beside those of the next step.
+        del grads, qkv
     if len(ring.steps) > 1:
         _, sums = ring.start(None, sums).finish()
     return of_query, cast("Tensor", sums)

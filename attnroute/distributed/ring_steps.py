@@ -120,8 +120,7 @@ class Message:
         """Return a message of keys and values, and both as they lie in it."""
         message = key.new_empty((self.length,), dtype=dtype)
         keys, values = self.read(message, "all")
-        keys.copy_(key)
-        values.copy_(value)
+        torch._foreach_copy_((keys, values), (key, value))
         return message, (keys, values)
 
     def read(self, message: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
