@@ -3,7 +3,7 @@
 python -m benchmarks.fit_costs            # writes the files of sm_90 and prints the errors
 python -m benchmarks.fit_costs --check    # fails where a file is not what the records give
 
-Numbers of kernels (`fit_kernels`), repairs (`fit_repairs`) and the host (`fit_hosts`) are
+Numbers of kernels (`fit_kernels`), repairs (`fit_repairs`) and the host (`fit_hosts`, `fit_rings`) are
 those that come nearest to the times of the records' part "fit". What a call took longer on all backends than
 predicted changes no rank: half of that pace is taken out of its times before the next round.
 """
@@ -34,6 +34,7 @@ from benchmarks import recorded
 from benchmarks.fit_hosts import Sample, hosts_of, rounded
 from benchmarks.fit_kernels import Fitted, Point, fitted, minimized, softened
 from benchmarks.fit_repairs import NO_BACKWARD, refitted, start
+from benchmarks.fit_rings import add_rings
 from benchmarks.recorded import Record
 
 Points = dict[tuple[str, str], list[Point]]
@@ -165,6 +166,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
     """Yield backend, the text of its file and a report on its fit."""
     found, hosts = points()
     host_times, all_fits = hosts_of(hosts), fits_of(found)
+    add_rings(host_times)
     for backend in sorted(hosts):
         fits = {k: fit for k in KERNELS if (fit := all_fits.get((backend, k))) is not None}
         if "forward" in fits:

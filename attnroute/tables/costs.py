@@ -37,6 +37,7 @@ Trait = Literal[
     "function",
     "key_padding",
     "prefix",
+    "ring",
     "rows_few",
     "sink",
     "softcap",
