@@ -194,7 +194,8 @@ def test_explain_shows_what_a_plan_takes_and_who_shares_it():
 
 def test_few_expected_calls_and_many_layers_are_heard():
     line = "bf16 b8 hq32 hkv8 sq1 skv300 d128 keys:finite"
-    assert decide(parse(line), HOST, policy=Policy(expected_calls=4)).selected == "efficient"
+    # Padded decoding stated finite: flash takes lengths, and plans nothing.
+    assert decide(parse(line), HOST, policy=Policy(expected_calls=4)).selected == "flash"
     varying = parse(f"{line} shapes_vary")
     assert decide(varying, HOST, policy=Policy(calls_per_step=10**6)).selected == "cudnn"
     few = decide(varying, HOST, policy=Policy(expected_calls=4)).verdict("cudnn")
@@ -207,8 +208,8 @@ def test_why_not_counts_the_plan():
     )
     assert found.behind == "time"
     assert "without shapes_vary" in [change.change for change in found.changes]
-    times = [found.decision.verdict(backend).ranked_ms for backend in ("cudnn", "efficient")]
-    shown = f"as long as efficient ({times[0]:.3g} ms, {times[1]:.3g} ms), plans included"
+    times = [found.decision.verdict(backend).ranked_ms for backend in ("cudnn", "flash")]
+    shown = f"as long as flash ({times[0]:.3g} ms, {times[1]:.3g} ms), plans included"
     assert shown in " ".join(render_why_not(found).split())
 
 

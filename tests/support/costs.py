@@ -60,4 +60,4 @@ def by_size(backend, final, repairs, extra_bytes):
         return None
     size = final.batch * final.num_heads_q * final.seqlen_q * final.seqlen_kv
     in_mask = sum(sum(getattr(node, "shape", ())) + (getattr(node, "left", 0) or 0) for node in final.mask)
-    return spread * size**0.8 + extra_bytes * 3 + in_mask + len(repairs), 1e5 * spread
+    return spread * size**0.8 + sum(extra_bytes) * 3 + in_mask + len(repairs), 1e5 * spread
