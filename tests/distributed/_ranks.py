@@ -184,6 +184,15 @@ def _receive(
             return
 
 
+def _forget_graphs() -> None:
+    """Forget what earlier functions compiled: by their sizes torch would make those of this one open.
+
+    A DTensor of open sizes does not come out of a graph ("'NoneType' object cannot be interpreted").
+    """
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
+
+
 def _answer(data: bytes, modules: dict[str, ModuleType], stack: Any) -> bytes:
     """Run one request; return whether it succeeded, with its result or its traceback."""
     try:
@@ -193,6 +202,7 @@ def _answer(data: bytes, modules: dict[str, ModuleType], stack: Any) -> bytes:
             warnings.filters[:] = filters
             if path not in modules:
                 modules[path] = _load(path)
+            _forget_graphs()
             return pickle.dumps((True, getattr(modules[path], name)(*args)))
     except BaseException:  # noqa: BLE001 # Whatever it is, the test shall see it.
         return pickle.dumps((False, traceback.format_exc()))
