@@ -98,7 +98,9 @@ class Prebound:
         if not kind.is_tried:
             if torch.cuda.is_current_stream_capturing() or torch.cuda.current_device() != device.index:
                 return False
-            kind.is_tried, kind.compiled = True, _compiled(kernel, tensors)
+            # In this order: another thread that reads "tried" must find what came of it.
+            kind.compiled = _compiled(kernel, tensors)
+            kind.is_tried = True
         launch, is_launched = _leave, False
         if kind.compiled is not None:
             try:

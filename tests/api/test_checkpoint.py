@@ -10,16 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import attnroute
 from attnroute.api import routes
-from attnroute.memory import reset
+
+pytestmark = pytest.mark.usefixtures("fresh")
 
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["frames", "reentrant"])
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    reset()
-    yield
-    reset()
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ from attnroute.errors import (
 from attnroute.executors import registry
 from attnroute.memory import reset
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 
 class MLIRError(Exception):
     """Stands for what compilers of kernels raise: a class of their own below Exception."""
@@ -32,13 +34,6 @@ class MLIRError(Exception):
 
 class DSLCudaRuntimeError(Exception):
     """Has the name of the class in which the CUTLASS DSL reports errors of the device."""
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    reset()
-    yield
-    reset()
 
 
 @pytest.fixture

@@ -9,15 +9,9 @@ from support.spy import ran
 import attnroute
 from attnroute.errors import KernelRefusedError, RerouteWarning
 from attnroute.executors import registry
-from attnroute.memory import reset
 from attnroute.report.json import decision_from_json, decision_json
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    reset()
-    yield
-    reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.fixture

@@ -10,17 +10,11 @@ from torch.utils.checkpoint import checkpoint
 import attnroute
 from attnroute.api import routes
 from attnroute.errors import NoBackendError
-from attnroute.memory import reset
+
+pytestmark = pytest.mark.usefixtures("fresh")
 
 SCORES = 2 * 4 * 32 * 32 * 4
 """Bytes of the score matrix that math allocates for these tensors."""
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    reset()
-    yield
-    reset()
 
 
 @pytest.fixture

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from support.reference import TOLERANCE, attend, error
 from support.spy import profiled
 from support.variations import tensors
-from support.ways import ways_taken
 
 import attnroute
 from attnroute import masks
 from attnroute.api import repeats
 from attnroute.api.alike import OF_MASK
-from attnroute.memory import reset
+
+pytestmark = pytest.mark.usefixtures("fresh")
 
 QUERIES, KEYS = 6, 16
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    reset()
-    yield
-    reset()
-
-
-@pytest.fixture
-def ways(monkeypatch):
-    return ways_taken(monkeypatch)
 
 
 def flags(*shape, empty=()):
@@ -272,31 +261,47 @@ def test_objects_are_freed(ways):
     assert ways == ["long", "short", "short"]
 
 
+def whole_of(tensors):
+    """Return tensors of layout thd as one batch row in layout bhsd, in float64."""
+    return [t.transpose(0, 1)[None].double() for t in tensors]
+
+
+PACKED = {
+    "apart": lambda: [torch.randn(30, 2, 8) for _ in "qkv"],
+    "of one projection": lambda: [*torch.randn(30, 6, 8).split(2, 1)],
+    "heads outermost": lambda: [torch.randn(2, 30, 8).transpose(0, 1) for _ in "qkv"],
+    "shared heads, expanded": lambda: [torch.randn(30, 2, 8), *torch.randn(2, 30, 1, 8).expand(2, 30, 2, 8)],
+}
+
+
 @pytest.mark.parametrize("backend", ["flash", "math", "chunked"])
-@pytest.mark.parametrize("band", [{}, {"is_causal": True}, {"window": (5, 0)}])
-@pytest.mark.parametrize("trains", [False, True])
-def test_packed_batches_that_come_again_are_made_of_their_own_sums(backend, band, trains):
+@pytest.mark.parametrize("band", [{}, {"is_causal": True}, {"window": (5, 0)}], ids=str)
+@pytest.mark.parametrize("memory", PACKED)
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+def test_packed_batches_that_come_again_are_made_of_their_own_sums(backend, band, memory, trains):
     """They have no mask as an argument; sums are other tensors, or the same ones written anew."""
-    packed = [torch.randn(30, 2, 8, requires_grad=trains) for _ in range(3)]
+    packed = [t.detach().requires_grad_(trains) for t in PACKED[memory]()]
     kept = torch.tensor([0, 9, 9, 20, 30], dtype=torch.int32)
-    others = [
-        torch.tensor([0, *ends, 30], dtype=torch.int32) for ends in ((9, 9, 20), (1, 12, 18), (9, 9, 20))
-    ]
+    ends = ((9, 9, 20), (1, 12, 18), (9, 9, 20))
+    others = [torch.tensor([0, *three, 30], dtype=torch.int32) for three in ends]
+    bands = {
+        "is_causal": [masks.Causal(alignment="bottom_right")],
+        "window": [masks.Window(5, 0, alignment="bottom_right")],
+    }
     for number, sums in enumerate((kept, kept, kept, *others, kept, kept)):
         if number in (2, 6):
             kept[2] += 4
         given = {"cu_seqlens_q": sums, "max_seqlen_q": 20, "layout": "thd", **band}
-        out = attnroute.attention(*packed, **given, backend=backend)
-        parts = masks.Documents(cu_seqlens=sums)
-        if "is_causal" in band:
-            parts = parts & masks.Causal(alignment="bottom_right")
-        elif band:
-            parts = parts & masks.Window(5, 0, alignment="bottom_right")
-        heads = [t.transpose(0, 1)[None].double() for t in packed]
-        want, _ = attend(*heads, allowed=parts.materialize(30, 30))
+        # A profile takes longer than all calls.
+        with profiled(backend) if number in (2, 4) else nullcontext():
+            out = attnroute.attention(*packed, **given, backend=backend)
+        parts = [masks.Documents(cu_seqlens=sums), *(part for name in band for part in bands[name])]
+        both = masks.All(tuple(parts)) if len(parts) > 1 else parts[0]
+        want, _ = attend(*whole_of(packed), allowed=both.materialize(30, 30))
         assert error(out.transpose(0, 1)[None], want) <= TOLERANCE[torch.float32]
         if trains:
-            grads = torch.autograd.grad(out, packed, torch.ones_like(out))
-            wanted = torch.autograd.grad(want, packed, torch.ones_like(want))
+            cotangent = torch.randn_like(want)
+            grads = torch.autograd.grad(out, packed, cotangent[0].transpose(0, 1).float())
+            wanted = torch.autograd.grad(want, packed, cotangent)
             for grad, true in zip(grads, wanted, strict=True):
                 assert error(grad, true, floor=1.0) <= 2 * TOLERANCE[torch.float32]

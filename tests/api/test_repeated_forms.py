@@ -10,25 +10,13 @@ import torch
 from support.reference import TOLERANCE, attend, error
 from support.spy import profiled
 from support.variations import tensors
-from support.ways import ways_taken
 
 import attnroute
 from attnroute import masks
 from attnroute.api import checkpoint, dispatch
 from attnroute.api.records import Given
-from attnroute.memory import reset
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    reset()
-    yield
-    reset()
-
-
-@pytest.fixture
-def ways(monkeypatch):
-    return ways_taken(monkeypatch)
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 SUMS = torch.tensor([0, 3, 3, 9, 12], dtype=torch.int32)

@@ -12,7 +12,6 @@ import torch
 from support.reference import TOLERANCE, attend, error
 from support.spy import profiled
 from support.variations import CALLS, EAGER_FACTS, tensors
-from support.ways import ways_taken
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,25 +23,14 @@ from attnroute.api.intake import take
 from attnroute.api.question import call_of
 from attnroute.api.records import Given
 from attnroute.executors.protocol import Inputs
-from attnroute.memory import reset
 from attnroute.question.facts import facts_of
 from attnroute.question.normalize import normalize
 from attnroute.settings import call_policy
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 STOCK = "aten::scaled_dot_product_attention"
 FLAGS = torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) < 0.7
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    reset()
-    yield
-    reset()
-
-
-@pytest.fixture
-def ways(monkeypatch):
-    return ways_taken(monkeypatch)
 
 
 def given_of(make, arguments):

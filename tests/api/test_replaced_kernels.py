@@ -11,16 +11,10 @@ from support.spy import ran
 import attnroute
 from attnroute.errors import KernelRefusedError, RerouteWarning
 from attnroute.executors import launch
-from attnroute.memory import reset
+
+pytestmark = pytest.mark.usefixtures("fresh")
 
 REFUSED = KernelRefusedError("backend flash refused this call", "flash", "AssertionError: no backward")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    reset()
-    yield
-    reset()
 
 
 def tensors(seqlen=6, head_dim=8, dtype=torch.float32, *, training=True):

@@ -20,12 +20,7 @@ from attnroute.errors import QuadraticAttentionWarning
 from attnroute.memory import Memory, reset
 from attnroute.tables.load import load
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    reset()
-    yield
-    reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 @pytest.fixture
