@@ -45,7 +45,7 @@ VARIABLES: dict[str, str] = {
     "ATTNROUTE_TUNING": "off, or the file of `attnroute tune` to read in place of the user's own",
     "ATTNROUTE_EXPLAIN": "off, once, changes or all: print decisions to stderr",
     "ATTNROUTE_RECOGNIZE": "0: do not look into dense masks",
-    "ATTNROUTE_CONSENSUS": "1: processes compare what they run, at the first call of a kind on many",
+    "ATTNROUTE_CONSENSUS": "1: processes of a mesh compare what they run, at the first call of a kind",
 }
 
 

@@ -75,6 +75,11 @@ class Calls:
     results: tuple[Spread, ...]
     specs: Memory[object, Any] = field(default_factory=lambda: Memory(_SPECS_KEPT))
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh on which results and gradients lie."""
+        return self.results[0].mesh
+
     def run(self, given: Given, attend: Callable[[Given], Output]) -> Output:
         """Run a call of these."""
         inputs: Any = given[:3]

@@ -86,7 +86,9 @@ class _Layout:
 
 _KNOWN: Memory[object, _Layout] = Memory(_KEPT, f"{__name__}._KNOWN", "never: the mesh is part of the key")
 _CALLS: Memory[object, tuple[_Layout, Calls | None]] = Memory(
-    _KEPT, f"{__name__}._CALLS", "never: mesh, placements and sizes are the key"
+    _KEPT,
+    f"{__name__}._CALLS",
+    "when such a call comes on another mesh object: equal ones may have other process groups",
 )
 """Of calls with three tensors also what they have in common, None where they go the long way."""
 
@@ -106,8 +108,7 @@ def run(given: Given, attend: Callable[[Given], Output], decide: Callable[[Given
         ArgumentError: A placement needs communication; the message names the redistribution to ask for.
         ConsensusError: ATTNROUTE_CONSENSUS is set, and another process would run the call differently.
     """
-    place = place_of(given)
-    known = None if place is None else _CALLS.get(place)
+    known = _same_mesh(place_of(given), given)
     if known is not None and known[1] is not None and not seeks_consensus():
         _check_dropout(given, known[0])
         return known[1].run(given, attend)
@@ -122,6 +123,14 @@ def run(given: Given, attend: Callable[[Given], Output], decide: Callable[[Given
     if not given.return_lse or lse is None:
         return whole, None
     return whole, of_lse.dtensor(lse)
+
+
+def _same_mesh(place: object, given: Given) -> tuple[_Layout, Calls | None] | None:
+    """Return what is kept of calls like one on the same mesh object."""
+    known = None if place is None else _CALLS.get(place)
+    if known is None or known[1] is None:
+        return known
+    return known if known[1].mesh is cast("DTensor", given.query).device_mesh else None
 
 
 def _check_dropout(given: Given, layout: _Layout) -> None:
@@ -184,7 +193,7 @@ def is_local(given: Given) -> bool:
 def _layout_of(given: Given) -> _Layout:
     """Return what this process computes of a call, from the placements and sizes of all its tensors."""
     place = place_of(given)
-    known = None if place is None else _CALLS.get(place)
+    known = _same_mesh(place, given)
     if known is not None:
         return known[0]
     if given.layout not in LAYOUTS:

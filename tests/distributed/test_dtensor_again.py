@@ -229,3 +229,19 @@ def refused():
 
 def test_a_repeated_call_is_checked_for_dropout(two_ranks):
     two_ranks.run(refused)
+
+
+def on_another_mesh():
+    """Equal meshes may have other process groups: what is made on one is of no use on another."""
+    first, second = (init_device_mesh("cpu", (2,)) for _ in range(2))
+    assert first == second
+    for mesh in (first, first, second, second, first):
+        inputs = drawn(mesh)
+        out = attnroute.attention(*inputs)
+        assert out.device_mesh is mesh
+        grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+        assert all(grad.device_mesh is mesh for grad in grads)
+
+
+def test_an_equal_mesh_is_another_one(two_ranks):
+    two_ranks.run(on_another_mesh)
