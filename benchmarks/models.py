@@ -131,6 +131,8 @@ CASES = (
     Case("decode", "Llama", DECODER, 8, 2048, "decode"),
     Case("decode_left_padded", "Llama", DECODER, 8, 2048, "decode", padded=True),
     Case("decode_static", "Llama", DECODER, 8, 2048, "decode", static=True),
+    Case("gemma3_decode_static", "Gemma3", GEMMA, 8, 2048, "decode", static=True),
+    Case("gpt_oss_decode_static", "GptOss", OSS, 8, 2048, "decode", static=True, beside="eager"),
 )
 
 
