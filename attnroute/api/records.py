@@ -137,6 +137,8 @@ class Problem:
     @property
     def whole_mask(self) -> Mask | None:
         """Everything that masks as one object: mask, causal and window apply together."""
+        if isinstance(self.mask, Mask) and not self.is_causal and self.window is None:
+            return self.mask
         nodes: list[Mask] = []
         if isinstance(self.mask, Mask):
             nodes.extend(self.mask.nodes)
@@ -147,8 +149,6 @@ class Problem:
             nodes.append(Causal(alignment))
         if self.window is not None:
             nodes.append(Window(*self.window, alignment))
-        if isinstance(self.mask, Mask) and len(nodes) == len(self.mask.nodes):
-            return self.mask
         if len(nodes) > 1:
             return All(tuple(nodes))
         return nodes[0] if nodes else None

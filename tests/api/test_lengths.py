@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
+import weakref
 
 import pytest
 import torch
 from support.reference import attend
-from support.spy import Spy
+from support.spy import Spy, profiled
 
 import attnroute
 from attnroute.api import lengths, repeats, routes
@@ -21,6 +23,7 @@ from attnroute.api.validate import check
 from attnroute.engine.classes import Span
 from attnroute.errors import ArgumentError
 from attnroute.masks import Causal, KeyPadding
+from attnroute.memory import KEEPER
 from attnroute.question.policy import merge
 from attnroute.settings import current, policy_of
 
@@ -192,7 +195,7 @@ def calls_of(function, *args):
     return count
 
 
-@pytest.mark.parametrize(("masked", "most"), [(False, 45), (True, 195)])
+@pytest.mark.parametrize(("masked", "most"), [(False, 45), (True, 160)])
 def test_a_step_takes_few_calls(masked, most):
     def step(n):
         given, mask = tensors(n), padding(n, finite=True) if masked else None
@@ -201,6 +204,43 @@ def test_a_step_takes_few_calls(masked, most):
     for n in range(198, 202):
         step(n)
     assert step(203) <= most
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_steps_with_padding_run_one_kernel_and_keep_nothing_alive(finite):
+    """Layers of a step share a mask; after the step neither that nor what was made of it is there."""
+    attnroute.reset()
+    seen, wanted = [], []
+    with profiled("flash") as profile:
+        for n in range(60, 75):
+            mask = padding(n, finite=finite)
+            for _layer in range(3):
+                given = tensors(n)
+                out = attnroute.attention(*given, mask)
+                wanted.append((out, attend(*given, allowed=mask.keep[:, None, None])[0]))
+            made = [value for value in vars(mask)[KEEPER].values() if isinstance(value, torch.Tensor)]
+            assert made
+            seen += [weakref.ref(mask), *(weakref.ref(t.untyped_storage()) for t in (mask.keep, *made))]
+            del mask, made
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * len(seen)
+    ran = {event.key: event.count for event in profile.key_averages()}
+    assert ran["aten::_scaled_dot_product_flash_attention_for_cpu"] == len(wanted)
+    for out, want in wanted:
+        torch.testing.assert_close(out, want.float(), rtol=1e-4, atol=1e-5)
+    assert len(repeats._FAMILIES) == 1
+
+
+def test_flags_that_are_written_count_as_they_are():
+    attnroute.reset()
+    for n in range(60, 66):
+        mask = padding(n, finite=True)
+        for at in (None, 0, n - 1):
+            if at is not None:
+                mask.keep[:, at].logical_not_()
+            given = tensors(n)
+            want = attend(*given, allowed=mask.keep[:, None, None])[0].float()
+            torch.testing.assert_close(attnroute.attention(*given, mask), want, rtol=1e-4, atol=1e-5)
 
 
 def by_hand(call, *_):

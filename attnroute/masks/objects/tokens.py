@@ -197,6 +197,11 @@ class KeyPadding(Mask):
 
     def lower(self, into: LoweredMask, extent: Extent) -> LoweredMask:
         """Add which keys exist, and how many where they lie side by side."""
+        from attnroute.masks.lowered import padding
+
+        if self.keep is not None and self.keep.device == extent.device:
+            # Flags are what is read of a mask, so nothing is made that could be kept.
+            return intersect(into, padding.flags(self.keep, extent))
         return intersect(into, prepared(self, extent, lambda: self._lowered(extent)))
 
     def _lowered(self, extent: Extent) -> LoweredMask:
