@@ -19,6 +19,7 @@ RuleScope = Literal["call", "stock", "operator"]
 EvidenceKind = Literal["source", "probe", "measured", "issue", "docs", "inferred", "own"]
 Transform = Literal["double_backward", "forward_ad", "vmap", "export"]
 Distributed = Literal["dtensor", "context_parallel", "ring"]
+"""Of "dtensor" a call is what one process computes of one on DTensors; of "ring" a step of attnroute's ring."""
 ScaleSign = Literal["positive", "zero", "negative"]
 EmptyRows = Literal["none", "some", "unknown"]
 
@@ -46,7 +47,6 @@ Feature = Literal[
     "fp8",
     "compiled",
     "cuda_graph",
-    "dtensor",
     "context_parallel",
     "ring",
     "double_backward",

@@ -3,7 +3,7 @@
 Layers are a Llama-like block that trains in turns with stock attention, from the same weights on the same
 tokens: the time of a training step (forward, backward, optimizer), peak memory, losses beside those of one
 GPU, and what ran on each rank. Rings and calls on DTensors are in `distributed_calls.py`. With fa3 and fa4
-installed, `--parts rings --backends fa3,fa4,cudnn,flash` has them in the ring too.
+installed, `--backends fa3,fa4,cudnn,flash` has layers and rings of each.
 
 NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node=2 benchmarks/distributed.py --out distributed.json
 torchrun --nproc-per-node=2 benchmarks/distributed.py --cpu --out smoke.json   # tiny sizes over gloo
@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +46,9 @@ STYLES = {
 }
 LEARNING_RATE = 1e-5
 WARM_UP = 2
-ROUNDS = 12
+SHOWN = 12
+"""Kernels that are named with their time."""
+ROUNDS = 16
 """Steps of each attention that are timed; in every other one stock attention is first."""
 
 
@@ -66,9 +69,9 @@ class Sizes:
 TINY = Sizes(hidden=64, heads=8, kv_heads=4, head_dim=8, inner=96, layers=2, tokens=32)
 
 
-def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return causal attention of attnroute."""
-    return attnroute.attention(query, key, value, is_causal=True)
+def ours(query: Tensor, key: Tensor, value: Tensor, *, backend: str | None = None) -> Tensor:
+    """Return causal attention of attnroute, of a backend that is required."""
+    return attnroute.attention(query, key, value, is_causal=True, backend=backend)
 
 
 def stock(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -77,6 +80,7 @@ def stock(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 KINDS: dict[str, Attention] = {"attnroute": ours, "stock": stock}
+"""Whose attention layers have; with `--backends` also that of backends which are required."""
 
 
 class Layer(nn.Module):
@@ -188,6 +192,22 @@ def kernels(trainer: Trainer, rows: Tensor, device: str) -> list[str]:
     return sorted(name for name in names if any(word in name.lower() for word in words))
 
 
+def on_device_ms(trainer: Trainer, rows: Tensor, device: str) -> dict[str, float]:
+    """Return the device time of one step's longest kernels by name, and of all."""
+    if device == "cpu":
+        timed(trainer, rows, device)
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        timed(trainer, rows, device)
+    times: dict[str, float] = {}
+    for event in profile.events():
+        if str(event.device_type).endswith("CUDA"):
+            name = event.name[:90]
+            times[name] = times.get(name, 0.0) + event.time_range.elapsed_us() / 1e3
+    longest = sorted(times, key=lambda name: -times[name])[:SHOWN]
+    return {"all": round(sum(times.values()), 3)} | {name: round(times[name], 3) for name in longest}
+
+
 def measured(sizes: Sizes, way: str, mesh: DeviceMesh, rows: Tensor, device: str) -> dict[str, Any]:
     """Train both in turns; return times, memory, losses and kernels of this rank."""
     trainers = {kind: Trainer(sizes, kind, way, mesh, device) for kind in KINDS}
@@ -199,12 +219,14 @@ def measured(sizes: Sizes, way: str, mesh: DeviceMesh, rows: Tensor, device: str
         for kind in (*KINDS,) if at % 2 else reversed(KINDS):
             times[kind].append(timed(trainers[kind], rows, device))
     found: dict[str, Any] = {"step_ms": {kind: median(its) for kind, its in times.items()}}
+    found["least_ms"] = {kind: min(its) for kind, its in times.items()}
     found["peak_mib"] = {kind: peak_mib(trainer, rows, device) for kind, trainer in trainers.items()}
     with attnroute.trace() as seen:
         timed(trainers["attnroute"], rows, device)
     found["calls"] = [
         {"line": call.line, "backend": call.backend, "count": call.count} for call in seen.calls
     ]
+    found["device_ms"] = {kind: on_device_ms(trainer, rows, device) for kind, trainer in trainers.items()}
     found["kernels"] = {kind: kernels(trainer, rows, device) for kind, trainer in trainers.items()}
     found["losses"] = {kind: trainer.losses for kind, trainer in trainers.items()}
     return found
@@ -230,15 +252,17 @@ def summed(found: list[dict[str, Any]], expected: list[float], way: str) -> dict
         kind: max(abs(one - other) / abs(other) for one, other in zip(its, expected, strict=False))
         for kind, its in losses.items()
     }
+    least_ms = {kind: max(rank["least_ms"][kind] for rank in found) for kind in KINDS}
     return {
         "way": way,
         "step_ms": step_ms,
-        "over_stock": step_ms["attnroute"] / step_ms["stock"],
+        "least_ms": least_ms,
+        "over_stock": {kind: ms / step_ms["stock"] for kind, ms in step_ms.items() if kind != "stock"},
         "peak_mib": first["peak_mib"],
         "losses": {kind: its[: len(expected)] for kind, its in losses.items()},
         "losses_alone": expected,
         "loss_error": worst,
-        "ranks": [{"calls": rank["calls"], "kernels": rank["kernels"]} for rank in found],
+        "ranks": [{name: rank[name] for name in ("calls", "kernels", "device_ms")} for rank in found],
     }
 
 
@@ -265,14 +289,17 @@ def rings(mesh: DeviceMesh, device: str, backends: list[str]) -> list[dict[str, 
     return found
 
 
-def dtensors(mesh: DeviceMesh, device: str) -> list[dict[str, Any]]:
-    """Measure calls on DTensors beside local calls by hand."""
+def dtensors(mesh: DeviceMesh, device: str, backends: list[str]) -> list[dict[str, Any]]:
+    """Measure calls on DTensors, on each backend too, beside local calls by hand."""
     found = []
     for case in calls.TINY_SPREAD if device == "cpu" else calls.SPREAD:
         for trains in (False, True):
             for replicated in (False, True):
-                found.append(calls.spread(case, mesh, device, trains=trains, replicated=replicated))
-                _tell(f"DTensors {case.size}, trains {trains}: {found[-1]['over_stock']:.3f} of by hand")
+                one = calls.spread(
+                    case, mesh, device, trains=trains, replicated=replicated, backends=backends
+                )
+                found.append(one)
+                _tell(f"DTensors {case.size}, trains {trains}: {one['over_stock']:.3f} of by hand")
     return found
 
 
@@ -289,7 +316,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cpu", action="store_true", help="tiny sizes over gloo")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--backends", default="", help="of rings, such as fa3,fa4,cudnn,flash")
+    parser.add_argument("--backends", default="", help="also required, such as fa3,fa4,cudnn,flash")
     args = parser.parse_args()
     parts = args.parts.split(",")
     if unknown := set(parts).difference(PARTS):
@@ -301,6 +328,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
     backends = args.backends.split(",") if args.backends else ["flash"] if args.cpu else ["cudnn", "flash"]
+    KINDS.update({f"attnroute {name}": partial(ours, backend=name) for name in backends})
     data: dict[str, Any] = {"ranks": mesh.size(), "sizes": asdict(sizes)}
     ways = [way for way in ("heads", "weights") if way in parts]
     if ways:
@@ -312,7 +340,7 @@ def main() -> None:
     if "rings" in parts:
         data["rings"] = rings(mesh, device, backends)
     if "dtensors" in parts:
-        data["dtensors"] = dtensors(mesh, device)
+        data["dtensors"] = dtensors(mesh, device, backends)
     if dist.get_rank() == 0:
         where = {"card": "cpu"} if device == "cpu" else environment()
         args.out.write_text(json.dumps({"environment": where, **data}, indent=1) + "\n", encoding="utf-8")

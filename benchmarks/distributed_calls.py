@@ -62,7 +62,7 @@ def drawn(case: Case, device: str, *, tokens: int | None = None) -> list[Tensor]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shape = (tokens or whole, dim)
     made = [torch.randn(batch, n, *shape, generator=generator) for n in (heads, heads_kv, heads_kv, heads)]
-    return [t.to(device, dtype).transpose(1, 2).contiguous().transpose(1, 2) for t in made]
+    return [_packed(t.to(device, dtype)) for t in made]
 
 
 def step_of(attend: Attend, leaves: list[Any], grad: Any) -> Callable[[], Any]:
@@ -216,8 +216,15 @@ def right(mesh: DeviceMesh, device: str) -> dict[str, float]:
     return {name: max(rank[name] for rank in gathered(own)) for name in names}
 
 
-def spread(case: Case, mesh: DeviceMesh, device: str, *, trains: bool, replicated: bool) -> dict[str, Any]:
-    """Time a call on DTensors beside local tensors, stock or own attention, and a DTensor by hand."""
+def _packed(tensor: Tensor) -> Tensor:
+    """Return a copy whose tokens are outermost in memory, with nothing between them."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def spread(
+    case: Case, mesh: DeviceMesh, device: str, *, trains: bool, replicated: bool, backends: list[str]
+) -> dict[str, Any]:
+    """Time a call on DTensors, on each backend too, beside local tensors and a DTensor by hand."""
     whole, ranks, rank = drawn(case, device), mesh.size(), dist.get_rank()
     heads = case.size[1] // ranks
     # A key/value head for each rank, of which each holds all.
@@ -225,14 +232,15 @@ def spread(case: Case, mesh: DeviceMesh, device: str, *, trains: bool, replicate
     on_kv: list[Any] = [Replicate()] if replicated else [Shard(1)]
     of_kv: list[Any] = [Partial()] if replicated else [Shard(1)]
     own = slice(rank * heads, (rank + 1) * heads)
-    local = [whole[0][:, own], *((t if replicated else t[:, own]) for t in kv)]
+    # A projection's weights are split, and what it returns is memory of this process alone.
+    local = [_packed(t) for t in (whole[0][:, own], *((t if replicated else t[:, own]) for t in kv))]
     leaves = [
         DTensor.from_local(t, mesh, placed, shape=full.shape, stride=full.stride()).detach()
         for t, full, placed in zip(local, (whole[0], *kv), ([Shard(1)], on_kv, on_kv), strict=True)
     ]
     leaves = [leaf.requires_grad_(trains) for leaf in leaves]
     shape, stride = whole[0].shape, whole[0].stride()
-    grad = DTensor.from_local(whole[3][:, own], mesh, [Shard(1)], shape=shape, stride=stride)
+    grad = DTensor.from_local(_packed(whole[3][:, own]), mesh, [Shard(1)], shape=shape, stride=stride)
 
     def by_hand(attend: Attend) -> Attend:
         def run(query: Any, key: Any, value: Any) -> Any:
@@ -244,14 +252,21 @@ def spread(case: Case, mesh: DeviceMesh, device: str, *, trains: bool, replicate
 
         return run
 
+    def ours(*tensors: Any, backend: str | None = None) -> Any:
+        return attnroute.attention(*tensors, is_causal=True, backend=backend)
+
     steps = {
-        "DTensors": step_of(lambda *t: attnroute.attention(*t, is_causal=True), leaves, grad),
+        "DTensors": step_of(ours, leaves, grad),
+        **{f"DTensors {name}": step_of(partial(ours, backend=name), leaves, grad) for name in backends},
         "by hand on stock": step_of(by_hand(scaled_dot_product_attention), leaves, grad),
         "by hand on attention()": step_of(by_hand(attnroute.attention), leaves, grad),
     }
-    found = [step() for step in steps.values()]
+    found = {name: step() for name, step in steps.items()}
     apart = max(
-        relative(one.to_local(), other.to_local()) for one, other in zip(found[0], found[1], strict=True)
+        relative(one.to_local(), other.to_local())
+        for name, its in found.items()
+        if name != "by hand on stock"
+        for one, other in zip(its, found["by hand on stock"], strict=True)
     )
     times = in_turns(steps, device)
     return {

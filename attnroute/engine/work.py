@@ -283,6 +283,7 @@ def _traits(given: Call, final: Call, repairs: tuple[str, ...]) -> frozenset[str
         "function": not kinds.isdisjoint({"function", "any", "not"}) or isinstance(bias, FunctionBias),
         "key_padding": "key_padding" in kinds,
         "prefix": "prefix" in kinds,
+        "dtensor": given.context.distributed == "dtensor",
         "ring": given.context.distributed == "ring",
         "sink": final.sink,
         "softcap": final.softcap > 0,

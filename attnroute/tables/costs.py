@@ -33,6 +33,7 @@ Trait = Literal[
     "dense_bias",
     "dense_mask",
     "documents",
+    "dtensor",
     "few_queries",
     "function",
     "key_padding",

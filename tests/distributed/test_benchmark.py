@@ -27,7 +27,10 @@ def measured(what):
             return [calls.ring(case, mesh, "cpu", ["flash", "fa3"]) for case in calls.TINY_RINGS]
         (case,) = calls.TINY_SPREAD
         ways = [(trains, replicated) for trains in (False, True) for replicated in (False, True)]
-        return [calls.spread(case, mesh, "cpu", trains=one, replicated=other) for one, other in ways]
+        return [
+            calls.spread(case, mesh, "cpu", trains=one, replicated=other, backends=["flash", "chunked"])
+            for one, other in ways
+        ]
 
 
 def test_rings_on_each_backend_beside_by_hand(two_ranks, four_ranks):
@@ -49,5 +52,12 @@ def test_calls_on_dtensors_beside_by_hand(size, request):
     ranks = request.getfixturevalue(size)
     for found in ranks.run(measured, "dtensors")[0]:
         assert found["apart"] < 1e-6
+        assert set(found["worst_rank"]) == {
+            "DTensors",
+            "DTensors flash",
+            "DTensors chunked",
+            "by hand on stock",
+            "by hand on attention()",
+        }
         assert found["backends"] == [["flash"]] * ranks.size
         assert found["over_stock"] > 0

@@ -21,6 +21,8 @@ BATCH_FACTS: Final = frozenset({"batch", "batch_heads_q", "batch_heads_kv"})
 """The other facts that a batch size takes part in."""
 _FLAGS: Final = tuple((name, fact.feature) for name, fact in FACTS.items() if fact.feature is not None)
 _TRANSFORMS: Final = ("double_backward", "forward_ad", "vmap")
+_DISTRIBUTED: Final = ("context_parallel", "ring")
+"""Of DTensors a kernel gets plain tensors, and needs nothing for them."""
 
 
 def needed_features(facts: Facts) -> tuple[Feature, ...]:
@@ -41,6 +43,6 @@ def needed_features(facts: Facts) -> tuple[Feature, ...]:
     needed += [feature for feature, is_needed in others if is_needed]
     if facts["transform"] in _TRANSFORMS:
         needed.append(cast("Feature", facts["transform"]))
-    if facts["distributed"] != "none":
+    if facts["distributed"] in _DISTRIBUTED:
         needed.append(cast("Feature", facts["distributed"]))
     return tuple(needed)

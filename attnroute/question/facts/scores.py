@@ -53,5 +53,5 @@ def transform(call: Call) -> str:
 
 @fact(words=("none", *get_args(Distributed)))
 def distributed(call: Call) -> str:
-    """How the call is distributed: none, dtensor, context_parallel (torch's own) or ring (attnroute's)."""
+    """How the call is distributed: none, dtensor (one process's part), context_parallel (torch's) or ring."""
     return call.context.distributed or "none"
