@@ -19,7 +19,7 @@ RuleScope = Literal["call", "stock", "operator"]
 EvidenceKind = Literal["source", "probe", "measured", "issue", "docs", "inferred", "own"]
 Transform = Literal["double_backward", "forward_ad", "vmap", "export"]
 Distributed = Literal["dtensor", "context_parallel", "ring"]
-"""A call with "dtensor" is what one process computes of one on DTensors; with "ring" a step of such a ring."""
+"""A call with "dtensor" is what one process computes of one on DTensors; with "ring" a step of a ring."""
 ScaleSign = Literal["positive", "zero", "negative"]
 EmptyRows = Literal["none", "some", "unknown"]
 

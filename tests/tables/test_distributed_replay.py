@@ -1,4 +1,4 @@
-"""What is chosen for steps of rings and calls on DTensors, beside what was measured of these on each backend."""
+"""What is chosen for steps of rings and calls on DTensors, beside what each backend was measured to take."""
 
 from __future__ import annotations
 
@@ -51,10 +51,8 @@ def test_the_backend_of_a_call_on_dtensors_is_the_one_that_was_fastest(case):
     batch, heads, heads_kv, tokens, dim = case["size"]
     ranks = DATA["ranks"]
     own_kv = 1 if case["key_heads"] == "replicated" else heads_kv // ranks
-    call = parse(
-        f"bf16 b{batch} hq{heads // ranks} hkv{own_kv} sq{tokens} skv{tokens} d{dim} causal tokens_apart dtensor"
-        + " train" * case["trains"]
-    )
+    own = f"b{batch} hq{heads // ranks} hkv{own_kv} sq{tokens} skv{tokens} d{dim}"
+    call = parse(f"bf16 {own} causal tokens_apart dtensor" + " train" * case["trains"])
     taken, least = fastest(case, "DTensors ")
     decision = decide(call, HOST)
     predicted = decision.verdict(decision.selected).prediction
