@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from attnroute.api import dispatch, repeats, routes
 from attnroute.api.records import Given, Options
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from attnroute.masks.objects.base import Mask
 
 __all__ = ["attention", "explain"]
+
+_OFF: Final = 0
+"""The default of numbers. It is no float: dynamo makes those inputs of a graph with dynamic sizes, and fails
+where several checkpoints of the graph read them."""
 
 
 @overload
@@ -54,10 +59,10 @@ def attention(
     causal_alignment: str | None = None,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
-    softcap: float = 0,
+    softcap: float = _OFF,
     sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0,
+    dropout_p: float = _OFF,
     layout: str = "bhsd",
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
@@ -146,11 +151,46 @@ def attention(
     Warns:
         RerouteWarning: A kernel was refused before its launch; another backend runs such calls from now on.
     """
-    # No default is a float: dynamo makes those inputs of a graph with dynamic sizes, and fails where several
-    # checkpoints of the graph read them.
     if attn_mask is not None or enable_gqa is not None:
         mask = with_names_of_torch(query, key, layout, mask, attn_mask, enable_gqa)
-    arguments = (
+    if not is_dynamo_compiling():
+        rest = None
+        if (
+            # False equals 0, and what is malformed may equal anything; most pass no number, or 0.0.
+            causal_alignment is not None
+            or (softcap is not _OFF and (softcap.__class__ is not float or softcap != 0))
+            or alibi_slopes is not None
+            or (dropout_p is not _OFF and (dropout_p.__class__ is not float or dropout_p != 0))
+            or layout != "bhsd"
+            or cu_seqlens_q is not None
+            or cu_seqlens_kv is not None
+            or max_seqlen_q is not None
+            or max_seqlen_kv is not None
+            or deterministic is not None
+            or return_lse is not False
+            or backend is not None
+            or prefer is not None
+        ):
+            rest = (
+                causal_alignment,
+                softcap,
+                alibi_slopes,
+                dropout_p,
+                layout,
+                cu_seqlens_q,
+                cu_seqlens_kv,
+                max_seqlen_q,
+                max_seqlen_kv,
+                deterministic,
+                return_lse,
+                backend,
+                prefer,
+            )
+        found = repeats.run(query, key, value, mask, bias, sink, is_causal, window, scale, rest)
+        if found is not None:
+            out, lse = found
+            return out if lse is None else (out, lse)
+    given = Given(
         query,
         key,
         value,
@@ -178,9 +218,9 @@ def attention(
         # It imports dynamo, which a call that compiles nothing does without.
         from attnroute.api import graph
 
-        out, lse = graph.run(Given(*arguments))
+        out, lse = graph.run(given)
     else:
-        out, lse = repeats.run(arguments) or dispatch.run(Given(*arguments))
+        out, lse = dispatch.run(given)
     return out if lse is None else (out, lse)
 
 

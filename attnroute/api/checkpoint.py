@@ -24,11 +24,11 @@ from attnroute.settings import environment, policy_of
 if TYPE_CHECKING:
     from attnroute.api.records import Given, Problem, RouteKey
 
-_saved_tensors_hooks: Callable[[bool], Any] = getattr(
+saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
 """Return the innermost hooks of saved tensors, which a checkpoint that is not reentrant sets, or None."""
-_backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward pass that runs on this thread, -1 outside of one."""
 
 KEPT: Final = 4096
@@ -48,8 +48,8 @@ def is_near() -> bool:
     So it is inside of torch's context_parallel, which is in no policy yet.
     """
     return (
-        _saved_tensors_hooks(False) is not None
-        or _backward_pass() != -1
+        saved_tensors_hooks(False) is not None
+        or backward_pass() != -1
         or scope_here() is not None
         or (functional.scaled_dot_product_attention is not STOCK and is_around())
     )
@@ -68,7 +68,7 @@ def is_noted_as(signature: RouteKey, policy: object) -> bool:
 
 def is_inside() -> bool:
     """Return whether a call may be one of a checkpoint: of its forward, or of its recompute."""
-    return _saved_tensors_hooks(False) is not None or _backward_pass() != -1
+    return saved_tensors_hooks(False) is not None or backward_pass() != -1
 
 
 def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> tuple[Policy, bool]:
@@ -84,10 +84,10 @@ def policy_for(problem: Problem, policy: Policy, key: RouteKey) -> tuple[Policy,
         take it back then, which repeats on the short way do not.
     """
     signature = signature_of(key)
-    frame, is_recompute = _frame(_saved_tensors_hooks(False))
+    frame, is_recompute = _frame(saved_tensors_hooks(False))
     if frame is not None:
         return _of_frame(frame, signature, policy, is_recompute=is_recompute), False
-    if _backward_pass() == -1:
+    if backward_pass() == -1:
         return policy, _note(signature, policy)
     kept = _of_forward(signature, problem.given)
     if problem.training and kept.require is None and not kept.prefer:
@@ -126,7 +126,7 @@ def _of_forward(signature: Hashable, given: Given) -> Policy:
     its forward again, and a backward of the user's own may have blocks that its forward had not.
     """
     policy = POLICIES.get(signature) or environment()
-    for stated in stated_in(_backward_pass()):
+    for stated in stated_in(backward_pass()):
         policy = merge(policy, stated)
     if given.backend is None and given.prefer is None:
         return policy
@@ -144,7 +144,7 @@ def _of_frame(frame: Any, signature: Hashable, policy: Policy, *, is_recompute: 
     if not held:
         return policy
     # Calls of one signature come in the order of the forward, in each backward pass anew.
-    run = (_backward_pass(), signature)
+    run = (backward_pass(), signature)
     at = kept[run] = kept.get(run, -1) + 1
     found: Policy = held[min(at, len(held) - 1)]
     return found

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from attnroute.api import checkpoint, lengths, repeats, routes
+from attnroute.api.alike import apart
 from attnroute.api.intake import take
 from attnroute.api.keys import key_of
 from attnroute.api.refusals import reroute
@@ -87,7 +88,7 @@ def run(given: Given, policy: Policy | None = None) -> Output:
     if not type(given.query) is type(given.key) is type(given.value) is Tensor and holds_dtensors(given):
         from attnroute.distributed import dtensors
 
-        return dtensors.run(given, lambda local: repeats.run(local) or run(local), _decision_of)
+        return dtensors.run(given, lambda local: repeats.run(*apart(local)) or run(local), _decision_of)
     problem = take(given)
     stands_alone = functional.scaled_dot_product_attention is torchs.STOCK
     policy_of = call_policy if stands_alone else torchs.call_policy_inside

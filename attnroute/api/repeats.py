@@ -5,8 +5,9 @@ is, repeats one too, where its class of that number or its form of a mask was se
 layers, and nothing is described anew.
 
 What is compared here is all that a route depends on. Sizes, strides, dtypes, devices, gradients and types of
-tensors, and autocast, inference mode and functorch's transforms, which torch keeps beside the dispatch keys,
-are compared in one call of C++, which dynamo has for its graphs. Whatever is not simple goes the long way.
+tensors, and autocast, inference mode, dispatch modes and functorch's transforms, which torch keeps beside the
+dispatch keys, are compared in one call of C++, which dynamo has for its graphs. Whatever is not simple goes
+the long way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from attnroute.api import checkpoint, lengths, lowering, packed, routes
-from attnroute.api.alike import NEW, OF_MASK, alike, of_form
+from attnroute.api.alike import NEW, OF_MASK, alike, apart, of_form, together
 from attnroute.api.families import HAS_GUARDS, Family, guards_of
 from attnroute.api.keys import key_of
 from attnroute.api.records import Given, Problem
@@ -51,7 +52,7 @@ _VARIANTS: Final = 8
 """Kinds of tensors that are told apart under one key: layers on other devices, layers that do not train."""
 STEPS_IN_A_ROW: Final = 4
 """After calls of one shape in a row that make so many steps of a model, they are none: the shape stays."""
-_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_saved_tensors_hooks, _backward_pass = checkpoint.saved_tensors_hooks, checkpoint.backward_pass
 _only_deterministic = torch._C._get_deterministic_algorithms
 
 
@@ -90,19 +91,45 @@ _LATEST: Memory[str, RouteKey] = Memory(1, f"{__name__}._LATEST", "with the next
 """The last call of a shape that may turn out to last."""
 
 
-def run(arguments: tuple[Any, ...]) -> Output | None:
+def run(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    bias: Any,
+    sink: Any,
+    is_causal: Any,
+    window: Any,
+    scale: Any,
+    rest: tuple[Any, ...] | None,
+) -> Output | None:
     """Run a call that repeats an earlier one; None where it does not, or goes no short way.
 
     Args:
-        arguments: Those of `attention()`, in their order.
+        query: As for `alike`.
+        key: As for `alike`.
+        value: As for `alike`.
+        mask: As for `alike`.
+        bias: As for `alike`.
+        sink: As for `alike`.
+        is_causal: As for `alike`.
+        window: As for `alike`.
+        scale: As for `alike`.
+        rest: As for `alike`.
     """
-    if checkpoint.is_inside() or _count_dispatch_modes() or _only_deterministic() or routes.LISTENERS:
+    if (
+        # As `checkpoint.is_inside` asks.
+        _saved_tensors_hooks(False) is not None
+        or _backward_pass() != -1
+        or _only_deterministic()
+        or routes.LISTENERS
+    ):
         return None
     if functional.scaled_dot_product_attention is not STOCK and is_around():
         # The same call outside of torch's block attends to other keys.
         return None
     try:
-        place, tensors, passed, keeper = alike(arguments)
+        place, tensors, keeper = alike(query, key, value, mask, bias, sink, is_causal, window, scale, rest)
         kept = _REPEATS.entries.get(place)
     except (AttributeError, IndexError, RuntimeError, TypeError):
         # What cannot be read or hashed is malformed, or nothing that is kept.
@@ -112,18 +139,23 @@ def run(arguments: tuple[Any, ...]) -> Output | None:
     scope = scope_here()
     if kept is not None:
         kept.used, found = True, kept.value
+    elif scope is None:
+        arguments = (query, key, value, mask, bias, sink, is_causal, window, scale, rest)
+        found = _with_news(arguments, place, tensors)
     else:
-        found = _with_news(arguments, place, tensors) if scope is None else ()
+        return None
     for repeat in found:
         if repeat.check(*tensors) and (
             repeat.settings is environment() if scope is None else repeat.holds_in(scope.policy)
         ):
             bound = repeat.bound
             if bound is not None:
-                out = bound(*passed)
+                attn = mask if bias is None else bias
+                out = bound(query, key, value, attn) if sink is None else bound(query, key, value, attn, sink)
                 if out is not None:
                     return out, None
-            return _run(repeat.route, Given(*arguments), keeper)
+            given = together(query, key, value, mask, bias, sink, is_causal, window, scale, rest)
+            return _run(repeat.route, given, keeper)
     return None
 
 
@@ -144,7 +176,7 @@ def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
     if route.choice.call.context.cuda_graph or route.choice.host.free_memory is not None:
         # As for routes: what a capture or a want of memory made the choice is not for other calls.
         return
-    place, tensors, _, keeper = alike(given)
+    place, tensors, keeper = alike(*apart(given))
     if place is None:
         return
     other = None
@@ -180,7 +212,7 @@ def _with_news(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any, ...])
     if place is None or is_capturing(tensors[0]) or checkpoint.POLICIES.entries:
         return ()
     is_object = mask is not None and isinstance(mask, Mask)
-    like = _of_form(arguments, place, tensors) if is_object else None
+    like = _of_form(together(*arguments), place, tensors) if is_object else None
     if like is None:
         family = _family(place, tensors, mask)
         route = None if family is None else family.route_of(tensors[1].shape[2])
@@ -193,7 +225,7 @@ def _with_news(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any, ...])
         if keeper is None:
             return () if like is None or not like.serves_form or like.route.choice.repaid_after else (like,)
         place = (*place[:OF_MASK], keeper.token, *place[OF_MASK + 1 :])
-    problem = _problem(route, Given(*arguments))
+    problem = _problem(route, together(*arguments))
     # One padding is not met often enough at a new number of keys, but others of its form may have been.
     lasts = mask is None or like is not None or lengths.LASTING.entries
     if route.choice.repaid_after is not None and lasts:
@@ -208,9 +240,9 @@ def _with_news(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any, ...])
     return () if made is None else (made,)
 
 
-def _of_form(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any, ...]) -> Repeat | None:
+def _of_form(given: Given, place: Any, tensors: tuple[Any, ...]) -> Repeat | None:
     """Return what a call repeats but for its mask object."""
-    other = of_form(place, arguments)
+    other = of_form(place, given)
     found = () if other is None else _REPEATS.get(other) or ()
     return next((r for r in found if r.check(*tensors) and r.settings is environment()), None)
 

@@ -23,9 +23,9 @@ CALLS = {
 }
 """Arguments, and how many calls the first call at a new length of a known class takes at most."""
 NEW_CLASS = 1000
-WARM = 8
+WARM = 4
 """Of each later one."""
-WITH_MASK = 30
+WITH_MASK = 24
 """The same with a mask that was seen before."""
 
 

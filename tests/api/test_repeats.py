@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnroute
 from attnroute import masks
 from attnroute.api import dispatch, keys, repeats, routes
-from attnroute.api.alike import alike
+from attnroute.api.alike import alike, apart
 from attnroute.api.intake import take
 from attnroute.api.question import call_of
 from attnroute.api.records import Given
@@ -55,8 +55,8 @@ def key_of(given):
 def kept_for(given):
     """Return the repeat that a call finds."""
     try:
-        place, found, *_ = alike(given)
-    except AttributeError:
+        place, found, _ = alike(*apart(given))
+    except TypeError:
         return None
     kept = () if place is None else repeats._REPEATS.get(place) or ()
     return next((repeat for repeat in kept if repeat.check(*found)), None)
@@ -170,6 +170,39 @@ def test_what_surrounds_a_call_takes_it_off_the_short_way(name, ways):
     assert ways == ["long", "short", "short", "long"]
 
 
+@pytest.mark.parametrize("name", SIMPLE)
+def test_a_dispatch_mode_sees_the_operators_of_every_kind_of_call(name, ways):
+    given = given_of(tensors, SIMPLE[name])
+    turned = given.layout == "bshd"
+    if turned:
+        given = given._replace(**{n: getattr(given, n).transpose(1, 2) for n in ("query", "key", "value")})
+    warmed(given, 3)
+    with Nothing():
+        for arguments in (given, given._replace(key=given.key.clone())):
+            attnroute.attention(**arguments._asdict())
+    assert ways[2:] == ["short", "long", "long"]
+
+
+def test_a_dispatch_mode_takes_a_call_with_a_new_mask_off_the_short_way(ways):
+    query, key, value = tensors()
+    for n in (6, 5):
+        attnroute.attention(query, key, value, masks.KeyPadding(lengths=torch.tensor([6, n])))
+    with Nothing():
+        attnroute.attention(query, key, value, masks.KeyPadding(lengths=torch.tensor([6, 3])))
+    assert ways == ["long", "short", "long"]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [{"softcap": 0.0, "dropout_p": 0.0}, {"layout": "BHSD".lower()}, {"scale": None, "backend": None}],
+    ids=lambda same: next(iter(same)),
+)
+def test_a_default_that_is_stated_makes_no_other_call(same, ways):
+    for stated in ({}, same, {}, same):
+        attnroute.attention(*tensors(), **stated)
+    assert ways == ["long", *["short"] * 3]
+
+
 def test_determinism_and_transforms_take_a_call_off_the_short_way(ways):
     query, key, value = tensors()
     for _ in range(3):
@@ -192,12 +225,16 @@ def test_determinism_and_transforms_take_a_call_off_the_short_way(ways):
         {"dropout_p": False},
         {"max_seqlen_q": 6},
         {"scale": "1"},
+        {"window": (2.0, 1)},
+        {"window": (2, True)},
+        {"window": [2, 1]},
     ],
-    ids=lambda wrong: next(iter(wrong)),
+    ids=lambda wrong: "-".join(map(str, next(iter(wrong.items())))),
 )
 def test_a_wrong_argument_that_equals_a_right_one_is_refused_every_time(wrong):
     inputs = tensors()
     warmed(Given(*inputs), 3)
+    warmed(Given(*inputs, window=(2, 1)), 3)
     for _ in range(2):
         with pytest.raises(attnroute.ArgumentError):
             attnroute.attention(*inputs, **wrong)
@@ -263,7 +300,7 @@ def test_executors_get_the_same_on_both_ways(monkeypatch):
         warmed(given, 2)
         if kept_for(given) is not None:
             dispatch.run(given)
-            repeats.run(tuple(given))
+            repeats.run(*apart(given))
             assert got[-1] == got[-2], name
             compared += 1
     assert compared >= len(CALLS) // 2

@@ -176,8 +176,8 @@ def test_large_calls_run_together_as_far_as_they_have_room():
 def test_a_call_that_repeats_an_earlier_one_is_held_too(monkeypatch):
     honest = repeats.run
 
-    def wrong(arguments):
-        found = honest(arguments)
+    def wrong(*arguments):
+        found = honest(*arguments)
         return found and (found[0] * 1.5, found[1])
 
     monkeypatch.setattr(repeats, "run", wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -239,6 +240,26 @@ def test_padding_takes_an_operator_for_each_tensor_that_is_set_right(train, monk
     assert "cudnn" in kernel
     assert before == ["bitwise_and" if train else "where"] * 2
     assert after == ["masked_fill" if train else "masked_fill_"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 4, 6, 7, 9])
+def test_each_switch_that_is_moved_takes_the_call_to_its_own_kernel(number, monkeypatch):
+    """Versions of torch have different numbers of them."""
+    ran = select(monkeypatch, SDPBackend.EFFICIENT_ATTENTION.value)
+    stand = dict.fromkeys(range(number), True) | {"order": [1, 2]}
+    monkeypatch.setattr(handover, "_SWITCHES", tuple(partial(stand.get, name) for name in range(number)))
+    monkeypatch.setattr(handover, "_ORDER", lambda: list(stand["order"]))
+    executor, fresh, how, given = made("efficient alone")
+    with CudaOperators():
+        run = bind(executor, fresh(), how, given)
+        for name, moved in (dict.fromkeys(range(number), False) | {"order": [2, 1]}).items():
+            before, stand[name] = stand[name], moved
+            ran.clear()
+            run(*passed(fresh(), given))
+            assert not ran, name
+            stand[name] = before
+            run(*passed(fresh(), given))
+            assert ran, name
 
 
 def test_what_torch_moves_while_it_selects_is_no_change(monkeypatch):

@@ -10,8 +10,8 @@ def ways_taken(monkeypatch):
     found = []
     short, long = repeats.run, dispatch.run
 
-    def taken(arguments):
-        out = short(arguments)
+    def taken(*arguments):
+        out = short(*arguments)
         found.extend([] if out is None else ["short"])
         return out
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from operator import call
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -29,9 +28,12 @@ _count_function_modes = torch._C._len_torch_function_stack
 _SWITCHES: Final[tuple[Callable[[], object], ...]] = tuple(
     getattr(torch._C, name)
     for name in sorted(dir(torch._C))
-    if name == "_get_sdp_priority_order" or (name.startswith("_get_") and name.endswith("_sdp_enabled"))
+    if name.startswith("_get_") and name.endswith("_sdp_enabled")
 )
-"""What `sdpa_kernel` and `torch.backends.cuda` set; versions of torch have more or fewer."""
+"""What `sdpa_kernel` and `torch.backends.cuda` turn on and off; versions of torch have more or fewer."""
+_ORDER: Final[Callable[[], object]] = getattr(torch._C, "_get_sdp_priority_order", tuple)
+"""What they put in order, from torch 2.6 on."""
+_ASKED: Final = 6
 _DIMS: Final = (2, 4)
 """Of masks that torch's function takes."""
 
@@ -125,17 +127,36 @@ def _handed_over(
         named["enable_gqa"] = True
     if torch._fused_sdp_choice(inputs.query, inputs.key, inputs.value, attn, **named) != choice.value:
         return None
-    # Read after torch has selected: its first selection in a process puts cuDNN in front.
-    known = tuple(map(call, _SWITCHES))
     handed_over: Bound = partial(_attention, **named) if named else _attention
+    # Each call waits for the switches. They are asked without a loop, which takes twice as long; in the place
+    # of those that torch has not stands what always returns one object.
+    first, second, third, fourth, fifth, sixth = (*_SWITCHES, *[tuple] * _ASKED)[:_ASKED]
+    last = _ORDER if len(_SWITCHES) <= _ASKED else partial(_all_of, (*_SWITCHES[_ASKED:], _ORDER))
+    # Read after torch has selected: its first selection in a process puts cuDNN in front.
+    one, two, three, four, five, six = first(), second(), third(), fourth(), fifth(), sixth()
+    order = last()
 
     def run(query: Tensor, key: Tensor, value: Tensor, attn: Tensor | None) -> Tensor | None:
-        # A TorchFunctionMode sees torch's function, and one of `route_sdpa()` would route it again.
-        as_selected = not _count_function_modes() and tuple(map(call, _SWITCHES)) == known
-        kernel = handed_over if as_selected else operator
-        return None if kernel is None else kernel(query, key, value, attn)
+        if (
+            first() is one
+            and second() is two
+            and third() is three
+            and fourth() is four
+            and fifth() is five
+            and sixth() is six
+            and last() == order
+            # A TorchFunctionMode sees torch's function, and one of `route_sdpa()` would route it again.
+            and not _count_function_modes()
+        ):
+            return handed_over(query, key, value, attn)
+        return None if operator is None else operator(query, key, value, attn)
 
     return run
+
+
+def _all_of(switches: tuple[Callable[[], object], ...]) -> list[object]:
+    """Return how switches stand."""
+    return [switch() for switch in switches]
 
 
 def _watched(run: Bound, *, as_output: bool) -> Bound:
