@@ -1,7 +1,8 @@
 """Host time of tiny calls, in microseconds: stock with the same inputs, the bare operator, attention().
 
-All three take turns in one process, in short bursts; the time of a burst ends when its last call returns, and
-the device is waited for between bursts, so that its queue never fills.
+All take turns in one process, in short bursts; the time of a burst ends when its last call returns, and
+the device is waited for between bursts, so that its queue never fills. Stock has no argument for a sink:
+it is called without one, and beside it with the sink as one more key, which means the same.
 
 python benchmarks/host_times.py --out results.json [--device cuda] [--alone] [--only causal]
 """
@@ -33,6 +34,7 @@ GROWING = {
     "one query, a new number of keys": False,
     "one query, a new number of keys, padded": True,
 }
+AS_A_KEY = "stock, sink as a key"
 PACKAGES = "-fa2,-fa3,-fa4,-te,-cudnn_fe,-flex_fa4"
 
 
@@ -46,7 +48,7 @@ class Case:
         heads_kv: Key heads.
         train: Forward and backward.
         learned: What else gets a gradient.
-        own: What else does from attention() alone.
+        own: What else does where the sink is part of the call.
     """
 
     ours: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class Case:
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
-    """Yield every kind of call; stock has no sink and is called without one."""
+    """Yield every kind of call."""
     from attnroute import masks
 
     batch, heads, length, _ = SHAPE
@@ -78,6 +80,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
     yield "key padding, finite", Case({"mask": finite}, {"attn_mask": keys})
     yield "window", Case({"window": (8, 0)}, {"attn_mask": band})
     yield "sink", Case({"sink": sink})
+    yield "window, sink", Case({"window": (8, 0), "sink": sink}, {"attn_mask": band})
     yield "dense bias", Case({"bias": bias}, {"attn_mask": bias})
     yield "GQA", Case({}, {"enable_gqa": True}, heads_kv=2)
     yield "training", Case(train=True)
@@ -123,6 +126,38 @@ def operator(case: Case, inputs: list[torch.Tensor], selected: str | None) -> Ru
     return None
 
 
+def sink_as_a_key(case: Case, inputs: list[torch.Tensor]) -> Run | None:
+    """Return what says a sink to stock: one more key, zero in key and value, with the sink as its bias.
+
+    What no step changes is made once: the zeros, and the bias where the sink does not train.
+    """
+    sink: torch.Tensor | None = case.ours.get("sink")
+    if sink is None:
+        return None
+    query, key, value = inputs
+    heads, shared = query.shape[1], query.shape[1] != key.shape[1]
+    no_key, no_value = (t.new_zeros(*t.shape[:2], 1, t.shape[3]) for t in (key, value))
+    scores = query.new_zeros(1, heads, query.shape[2], key.shape[2])
+    allowed = case.stock.get("attn_mask")
+    if allowed is not None:
+        scores.masked_fill_(~allowed, -torch.inf)
+
+    def padded() -> torch.Tensor:
+        last = sink.to(query.dtype).reshape(1, heads, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat((scores, last), -1)
+
+    made = None if sink.requires_grad else padded()
+
+    def run() -> object:
+        keys, values = torch.cat((key, no_key), 2), torch.cat((value, no_value), 2)
+        bias = padded() if made is None else made
+        if shared:
+            return scaled_dot_product_attention(query, keys, values, bias, enable_gqa=True)
+        return scaled_dot_product_attention(query, keys, values, bias)
+
+    return run
+
+
 def with_gradients(run: Run, inputs: list[torch.Tensor]) -> Run:
     """Return a training step; the gradient lies in memory as the output does."""
     shown: Any = run()
@@ -153,24 +188,31 @@ def in_turns(runs: dict[str, Run], device: str, rounds: int) -> dict[str, dict[s
     return {n: {"median": round(median(t), 2), "least": round(min(t), 2)} for n, t in times.items()}
 
 
+def runs_of(case: Case, inputs: list[torch.Tensor], selected: str | None) -> dict[str, Run]:
+    """Return what is timed for one kind of call."""
+    from attnroute import attention
+
+    runs: dict[str, Run | None] = {
+        "stock": lambda: scaled_dot_product_attention(*inputs, **case.stock),
+        "attention": lambda: attention(*inputs, **case.ours),
+        "operator": operator(case, inputs, selected),
+        AS_A_KEY: sink_as_a_key(case, inputs),
+    }
+    found = {name: run for name, run in runs.items() if run is not None}
+    if not case.train:
+        return found
+    learned = [*inputs, *case.learned]
+    asked = {name: [*learned, *case.own] if name in {"attention", AS_A_KEY} else learned for name in found}
+    return {name: with_gradients(run, asked[name]) for name, run in found.items()}
+
+
 def measure(case: Case, layout: str, device: str, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     """Time one kind of call in one layout."""
-    from attnroute import attention, explain
+    from attnroute import explain
 
     inputs = tensors(case, layout, device, dtype)
     selected = explain(*inputs, **case.ours).selected
-    runs: dict[str, Run] = {
-        "stock": lambda: scaled_dot_product_attention(*inputs, **case.stock),
-        "attention": lambda: attention(*inputs, **case.ours),
-    }
-    bare = operator(case, inputs, selected)
-    if bare is not None:
-        runs["operator"] = bare
-    if case.train:
-        learned = [*inputs, *case.learned]
-        asked = {name: learned if name != "attention" else [*learned, *case.own] for name in runs}
-        runs = {name: with_gradients(run, asked[name]) for name, run in runs.items()}
-    return {"selected": selected, **in_turns(runs, device, rounds)}
+    return {"selected": selected, **in_turns(runs_of(case, inputs, selected), device, rounds)}
 
 
 def growing(device: str, dtype: torch.dtype, *, padded: bool) -> dict[str, Any]:
@@ -218,6 +260,13 @@ def show(name: str, row: dict[str, Any]) -> None:
         f"  ({ours['least'] - stock['least']:.1f})",
         flush=True,
     )
+    if AS_A_KEY in row:
+        same = row[AS_A_KEY]
+        print(
+            f"{'  ' + AS_A_KEY:40}{'':>10}{same['median']:9.1f}{'':>18}"
+            f"{ours['median'] - same['median']:12.1f}  ({ours['least'] - same['least']:.1f})",
+            flush=True,
+        )
 
 
 def main() -> None:
