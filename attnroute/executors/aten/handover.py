@@ -7,6 +7,7 @@ switches are compared in each call. Where torch selects another kernel, the oper
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from attnroute.executors.aten.operators import is_causal
 from attnroute.executors.protocol import Pair
-from attnroute.executors.strides import Fit, attach, fitted
+from attnroute.executors.strides import Fit, attach, fitted, hooks_of
 
 if TYPE_CHECKING:
     from torch.nn.attention import SDPBackend
@@ -174,12 +175,13 @@ def _watched(run: Bound, *, as_output: bool) -> Bound:
 
 def _watch(*, as_output: bool) -> Callable[[Tensor], None]:
     """Return what has gradients of outputs fitted, which lie alike in all calls."""
-    fit: Fit | None = None
+    hooks: OrderedDict[int, Fit] | None = None
 
     def watch(out: Tensor) -> None:
-        nonlocal fit
-        if out.requires_grad:
-            fit = fit or Fit(out.stride(), as_output=as_output)
-            attach(out, fit)
+        nonlocal hooks
+        node = out.grad_fn
+        if node is not None:
+            hooks = hooks or hooks_of(out, as_output=as_output)
+            attach(out, node, hooks)
 
     return watch
