@@ -227,6 +227,27 @@ def test_a_call_and_its_backward_run_few_functions(name, train, monkeypatch):
             assert backward <= CALLS[name, train][1]
 
 
+def test_what_hooks_one_output_hooks_no_other_and_goes_again(monkeypatch):
+    executor, fresh, how, given = made("flash", train=True)
+    select(monkeypatch, -1)
+    with CudaOperators():
+        run = bind(executor, fresh(), how, given)
+        inputs = [fresh() for _ in range(3)]
+        outs = [run(*passed(own, given)) for own in inputs]
+        seen = []
+        handle = outs[1].register_hook(lambda grad: seen.append(1) or 2 * grad)
+        grad = torch.randn_like(outs[0])
+        found = [
+            torch.autograd.grad(o, i.query, grad, retain_graph=True)[0]
+            for o, i in zip(outs, inputs, strict=True)
+        ]
+        assert seen == [1]
+        handle.remove()
+        plain = torch.autograd.grad(outs[1], inputs[1].query, grad)[0]
+        assert seen == [1]
+        torch.testing.assert_close(found[1], 2 * plain)
+
+
 @pytest.mark.parametrize("train", [False, True])
 def test_padding_takes_an_operator_for_each_tensor_that_is_set_right(train, monkeypatch):
     executor, fresh, how, given = made("cudnn, cleared", train=train)
