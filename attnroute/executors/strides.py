@@ -42,13 +42,13 @@ def watch(out: Tensor, plan: Plan, *, as_output: bool = False) -> None:
         out.register_hook(Fit(out.stride(), as_output=as_output))  # type: ignore[no-untyped-call]
 
 
-def hooks_of(out: Tensor, *, as_output: bool) -> OrderedDict[int, Fit]:
+def hooks_of(out: Tensor, *, as_output: bool) -> OrderedDict[int, Any]:
     """Return hooks that fit gradients of outputs that lie as this one does, for `attach`."""
     # The handles that torch gives for other hooks count from 0.
     return OrderedDict({-1: Fit(out.stride(), as_output=as_output)})
 
 
-def attach(out: Tensor, node: Any, hooks: OrderedDict[int, Fit]) -> None:
+def attach(out: Tensor, node: Any, hooks: OrderedDict[int, Any]) -> None:
     """Do what `Tensor.register_hook` does to a tensor without hooks, but for the handle to remove them.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnroute.executors.aten.operators import is_causal
 from attnroute.executors.protocol import Pair
-from attnroute.executors.strides import Fit, attach, fitted, hooks_of
+from attnroute.executors.strides import attach, fitted, hooks_of
 
 if TYPE_CHECKING:
     from torch.nn.attention import SDPBackend
@@ -175,7 +175,7 @@ def _watched(run: Bound, *, as_output: bool) -> Bound:
 
 def _watch(*, as_output: bool) -> Callable[[Tensor], None]:
     """Return what has gradients of outputs fitted, which lie alike in all calls."""
-    hooks: OrderedDict[int, Fit] | None = None
+    hooks: OrderedDict[int, Any] | None = None
 
     def watch(out: Tensor) -> None:
         nonlocal hooks
