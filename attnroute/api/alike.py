@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from attnroute.api.lengths import kind_of_padding
 from attnroute.api.records import Given
 from attnroute.masks import Causal, Dense, Mask, Window
 from attnroute.masks.kept import Keeper, known_keeper
@@ -231,6 +232,12 @@ def of_form(place: Any, given: Given) -> object:
             return None
         form.append(("dense", *tensor_key(node.tensor)) if type(node) is Dense else node.key())
     return (*place[:OF_MASK], tuple(form), *place[OF_MASK + 1 :])
+
+
+def of_any_keys(place: Any, mask: Any) -> object:
+    """Return a place without the elements of keys, with the kind of a mask in place of the mask itself."""
+    of_mask = None if mask is None else kind_of_padding(mask)
+    return (place[0], *place[2:OF_MASK], of_mask, *place[OF_MASK + 1 :])
 
 
 def _pairs(query: Tensor, key: Tensor, layout: str) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from attnroute.api import dispatch, repeats, routes
+from attnroute.api.alike import together
 from attnroute.api.records import Given, Options
 from attnroute.api.validate import with_names_of_torch
 
@@ -153,67 +154,45 @@ def attention(
     """
     if attn_mask is not None or enable_gqa is not None:
         mask = with_names_of_torch(query, key, layout, mask, attn_mask, enable_gqa)
-    if not is_dynamo_compiling():
-        rest = None
-        if (
-            # False equals 0, and what is malformed may equal anything; most pass no number, or 0.0.
-            causal_alignment is not None
-            or (softcap is not _OFF and (softcap.__class__ is not float or softcap != 0))
-            or alibi_slopes is not None
-            or (dropout_p is not _OFF and (dropout_p.__class__ is not float or dropout_p != 0))
-            or layout != "bhsd"
-            or cu_seqlens_q is not None
-            or cu_seqlens_kv is not None
-            or max_seqlen_q is not None
-            or max_seqlen_kv is not None
-            or deterministic is not None
-            or return_lse is not False
-            or backend is not None
-            or prefer is not None
-        ):
-            rest = (
-                causal_alignment,
-                softcap,
-                alibi_slopes,
-                dropout_p,
-                layout,
-                cu_seqlens_q,
-                cu_seqlens_kv,
-                max_seqlen_q,
-                max_seqlen_kv,
-                deterministic,
-                return_lse,
-                backend,
-                prefer,
-            )
+    is_traced, rest = is_dynamo_compiling(), None
+    if (
+        is_traced
+        # False equals 0, and what is malformed may equal anything; most pass no number, or 0.0.
+        or causal_alignment is not None
+        or (softcap is not _OFF and (softcap.__class__ is not float or softcap != 0))
+        or alibi_slopes is not None
+        or (dropout_p is not _OFF and (dropout_p.__class__ is not float or dropout_p != 0))
+        or layout != "bhsd"
+        or cu_seqlens_q is not None
+        or cu_seqlens_kv is not None
+        or max_seqlen_q is not None
+        or max_seqlen_kv is not None
+        or deterministic is not None
+        or return_lse is not False
+        or backend is not None
+        or prefer is not None
+    ):
+        rest = (
+            causal_alignment,
+            softcap,
+            alibi_slopes,
+            dropout_p,
+            layout,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            max_seqlen_q,
+            max_seqlen_kv,
+            deterministic,
+            return_lse,
+            backend,
+            prefer,
+        )
+    if not is_traced:
         found = repeats.run(query, key, value, mask, bias, sink, is_causal, window, scale, rest)
         if found is not None:
             out, lse = found
             return out if lse is None else (out, lse)
-    given = Given(
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        is_causal,
-        causal_alignment,
-        window,
-        scale,
-        softcap,
-        sink,
-        alibi_slopes,
-        dropout_p,
-        layout,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        max_seqlen_q,
-        max_seqlen_kv,
-        deterministic,
-        return_lse,
-        backend,
-        prefer,
-    )
+    given = together(query, key, value, mask, bias, sink, is_causal, window, scale, rest)
     if torch.compiler.is_compiling():
         # It imports dynamo, which a call that compiles nothing does without.
         from attnroute.api import graph

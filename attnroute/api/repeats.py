@@ -21,13 +21,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from attnroute.api import checkpoint, lengths, lowering, packed, routes
-from attnroute.api.alike import NEW, OF_MASK, alike, apart, of_form, together
+from attnroute.api.alike import NEW, OF_MASK, alike, apart, of_any_keys, of_form, together
 from attnroute.api.families import HAS_GUARDS, Family, guards_of
 from attnroute.api.keys import key_of
 from attnroute.api.records import Given, Problem
 from attnroute.distributed.torchs import STOCK, is_around
 from attnroute.errors import KernelRefusedError
-from attnroute.executors.prepare.bound import bind, bind_form
+from attnroute.executors.prepare.bound import bind, bind_form, in_layout
 from attnroute.masks import Mask
 from attnroute.masks.kept import Keeper, keeper_of
 from attnroute.masks.tracing import is_capturing
@@ -200,7 +200,7 @@ def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
     of_lengths = lengths.place_of(problem, key) if route.choice.call.context.shapes_vary else None
     if of_lengths is not None and _family(place, tensors, given.mask) is None:
         family = Family(tensors, (of_lengths, True), route.choice.host.arch)
-        _add(_FAMILIES, _of_any_keys(place, given.mask), family)
+        _add(_FAMILIES, of_any_keys(place, given.mask), family)
 
 
 def _with_news(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any, ...]) -> tuple[Repeat, ...]:
@@ -209,7 +209,7 @@ def _with_news(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any, ...])
     None where it is in more.
     """
     mask, keeper, key = arguments[3], None, None
-    if place is None or is_capturing(tensors[0]) or checkpoint.POLICIES.entries:
+    if place is None or checkpoint.POLICIES.entries:
         return ()
     is_object = mask is not None and isinstance(mask, Mask)
     like = _of_form(together(*arguments), place, tensors) if is_object else None
@@ -218,7 +218,7 @@ def _with_news(arguments: tuple[Any, ...], place: Any, tensors: tuple[Any, ...])
         route = None if family is None else family.route_of(tensors[1].shape[2])
     else:
         route = like.route
-    if route is None:
+    if route is None or is_capturing(tensors[0]):
         return ()
     if is_object:
         keeper = keeper_of(mask)
@@ -251,7 +251,7 @@ def _family(place: object, tensors: tuple[Any, ...], mask: object) -> Family | N
     """Return the family of a call that has a place."""
     if mask is not None and not lengths.is_padding(mask, tensors[1]):
         return None
-    found = _FAMILIES.get(_of_any_keys(place, mask)) or ()
+    found = _FAMILIES.get(of_any_keys(place, mask)) or ()
     return next((family for family in found if family.has(tensors)), None)
 
 
@@ -284,7 +284,7 @@ def _kept(
     if bound is None and (keeper is not None or not isinstance(problem.mask, Tensor)):
         bound = bind(route.executor, inputs, route.plan, attn)
     if bound is not None and given.layout != "bhsd":
-        bound = (_heads_first if given.layout == "bshd" else _in_one_row)(bound)
+        bound = in_layout(bound, given.layout)
     if route.choice.repaid_after is not None and key is not None:
         bound = _counted(bound, route.choice, key)
     scope = scope_here()
@@ -298,12 +298,6 @@ def _kept(
 def _add(memory: Memory[object, tuple[_Kind, ...]], place: object, new: _Kind) -> None:
     """Keep one more kind of tensors in a place, the newest one first."""
     memory.put(place, (new, *(memory.get(place) or ())[: _VARIANTS - 1]))
-
-
-def _of_any_keys(place: Any, mask: Any) -> object:
-    """Return a place without the elements of keys, with the kind of a mask in place of the mask itself."""
-    of_mask = None if mask is None else lengths.kind_of_padding(mask)
-    return (place[0], *place[2:OF_MASK], of_mask, *place[OF_MASK + 1 :])
 
 
 def drop(backend: str, concerns: Callable[[Choice], bool]) -> list[Choice]:
@@ -332,27 +326,6 @@ def _is_simple(given: Given, problem: Problem) -> bool:
         and (problem.bias is given.bias or problem.bias is given.mask)
         and not torch.is_autocast_enabled(problem.query.device.type)
     )
-
-
-def _heads_first(run: Bound) -> Bound:
-    """Make a kernel of layout bhsd one of layout bshd."""
-
-    def heads_first(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor | None:
-        out = run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), *rest)
-        return None if out is None else out.transpose(1, 2)
-
-    return heads_first
-
-
-def _in_one_row(run: Bound) -> Bound:
-    """Make a kernel of layout bhsd one of layout thd."""
-
-    def in_one_row(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor | None:
-        row = (t.unsqueeze(0).transpose(1, 2) for t in (query, key, value))
-        out = run(*row, *rest)
-        return None if out is None else out.squeeze(0).transpose(0, 1)
-
-    return in_one_row
 
 
 def _counted(run: Bound | None, choice: Choice, key: RouteKey) -> Bound:

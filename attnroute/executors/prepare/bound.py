@@ -106,6 +106,21 @@ def bind_form(executor: Executor, inputs: Inputs, plan: Plan, given: object, low
     return None if run is None else _with_any(run, inputs, repairs, lower, trains=plan.training)
 
 
+def in_layout(run: Bound, layout: str) -> Bound:
+    """Make a kernel of layout bhsd one of layout bshd, or of thd, where all tokens stand in one row."""
+
+    def heads_first(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor | None:
+        out = run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), *rest)
+        return None if out is None else out.transpose(1, 2)
+
+    def in_one_row(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor | None:
+        row = (t.unsqueeze(0).transpose(1, 2) for t in (query, key, value))
+        out = run(*row, *rest)
+        return None if out is None else out.squeeze(0).transpose(0, 1)
+
+    return heads_first if layout == "bshd" else in_one_row
+
+
 def _left(executor: Executor, inputs: Inputs, plan: Plan) -> frozenset[str] | None:
     """Return the repairs that the kernel does not spare; None where some are made anew in each call."""
     repairs = frozenset(plan.repairs)
