@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 def key_of(call: Call) -> str:
     """Return what calls have in common that are measured once: all but lengths of one rounding.
 
-    A kernel takes as long in a graph as outside of one.
+    A kernel takes as long in a graph as outside of one, and gets the same tensors where they are a process's
+    part of DTensors.
     """
-    context = Context(transform=call.context.transform, distributed=call.context.distributed)
+    around = call.context.distributed
+    context = Context(transform=call.context.transform, distributed=None if around == "dtensor" else around)
     return render(rounded_call(normalize(call)).changed(context=context))
 
 

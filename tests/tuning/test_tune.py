@@ -11,9 +11,11 @@ import torch
 
 import attnroute
 from attnroute.api.recording import TracedCall
-from attnroute.api.tuned import Times, TuningFile, identity_of
+from attnroute.api.tuned import Times, TuningFile, identity_of, informed
 from attnroute.memory import reset
 from attnroute.probes.torch_host import host_of
+from attnroute.question.line import parse
+from attnroute.question.policy import Policy
 from attnroute.tables.load import load
 from attnroute.tuning import gate
 from attnroute.tuning.tune import Tuner, tasks_of, timed
@@ -92,6 +94,18 @@ def test_calls_of_one_class_are_measured_once_the_most_frequent_one(tmp_path):
     )
     (task,) = tasks_of(calls, "cpu")
     assert (task.count, task.traced.call.seqlen_kv) == (8, 1001)
+
+
+def test_calls_on_dtensors_are_measured_as_what_a_process_computes(tmp_path):
+    """Kernels get plain tensors of them, so the file serves both."""
+    path = tmp_path / "tuning.json"
+    made, lines = tuner(path, measure=table(chunked=1.0))
+    made.run(tasks_of(recorded(LINES[0], f"{LINES[0]} dtensor"), "cpu"))
+    assert len(TuningFile.read(path).calls) == 1, lines
+    for word in ("", " dtensor"):
+        call = parse(f"{LINES[0]}{word}")
+        policy = informed(call, made.host, Policy(tuning=path))
+        assert attnroute.decide(call, made.host, policy=policy).selected == "chunked"
 
 
 def test_what_is_most_of_the_run_comes_first():
