@@ -246,7 +246,7 @@ def explain(
         raise TypeError(msg)
     mask = with_names_of_torch(query, key, arguments.get("layout"), mask, attn_mask, enable_gqa)
     given = Given(query, key, value, mask, backend=backend, prefer=prefer, **arguments)
-    problem, policy = dispatch.question(dispatch.on_this_process(given))
+    problem, policy = dispatch.question(given)
     if arch is not None:
         return routes.decision_on(arch, problem, policy)
     return routes.decision_of(problem, policy, advise=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -21,24 +21,15 @@ if TYPE_CHECKING:
     from attnroute.api.records import Given, Output, Problem, RouteKey
     from attnroute.engine.decision import Decision
     from attnroute.question.policy import Policy
+    from attnroute.vocabulary import Distributed
+
+_PART: Final = "dtensor"
+"""The place of what one process computes of a call on DTensors."""
 
 
 def holds_dtensors(given: Given) -> bool:
     """Return whether query, key or value is a DTensor, by its name: torch.distributed may not be there."""
     return any(type(tensor).__name__ == "DTensor" for tensor in given[:3])
-
-
-def on_this_process(given: Given) -> Given:
-    """Return the call that `run` makes on plain tensors: with DTensors that of this process, else the same.
-
-    Raises:
-        ArgumentError: A DTensor lies in a way that needs communication, or this process computes nothing.
-    """
-    if not holds_dtensors(given):
-        return given
-    from attnroute.distributed import dtensors
-
-    return dtensors.local_call(given)
 
 
 def is_local(given: Given) -> bool:
@@ -54,10 +45,20 @@ def question(given: Given) -> tuple[Problem, Policy]:
     """Return the call of which a kernel of this process is asked, and the settings in force.
 
     Raises:
-        ArgumentError: The call has no meaning for a part of sequences, or cannot be shared out.
+        ArgumentError: The call has no meaning for a part of sequences, or cannot be shared out; a DTensor
+            lies in a way that needs communication, or this process computes nothing.
         NoBackendError: A way that was required has no kernel.
     """
+    if not holds_dtensors(given):
+        return _question(given, None)
+    from attnroute.distributed import dtensors
+
+    return _question(dtensors.local_call(given), _PART)
+
+
+def _question(given: Given, distributed: Distributed | None) -> tuple[Problem, Policy]:
     problem, policy = take(given), torchs.call_policy_inside(given.backend, given.prefer)
+    problem.distributed = distributed
     if policy.context_parallel is None:
         return problem, policy
     # Other calls do without what this imports.
@@ -66,16 +67,23 @@ def question(given: Given) -> tuple[Problem, Policy]:
     return context_parallel.described(problem, policy)
 
 
-def _decision_of(given: Given) -> Decision:
-    return routes.decision_of(*question(given))
+def _decision_of_part(given: Given) -> Decision:
+    """Decide about what this process computes of a call on DTensors."""
+    return routes.decision_of(*_question(given, _PART))
 
 
-def run(given: Given, policy: Policy | None = None) -> Output:
+def _run_part(given: Given) -> Output:
+    """Run what this process computes of a call on DTensors."""
+    return repeats.run(*apart(given), _PART) or run(given, distributed=_PART)
+
+
+def run(given: Given, policy: Policy | None = None, distributed: Distributed | None = None) -> Output:
     """Run one call; eager calls and those of a tracer come this way.
 
     Args:
         given: The arguments.
         policy: The settings in force; None = those around the call, and its own.
+        distributed: Its place among the calls of several ranks.
 
     Returns:
         The output and, where the call requests it, the log-sum-exp.
@@ -83,13 +91,14 @@ def run(given: Given, policy: Policy | None = None) -> Output:
     if torch.is_inference_mode_enabled() and torch.is_grad_enabled():
         # Nothing is recorded there, whatever `torch.enable_grad` says, but autograd functions would try to.
         with torch.no_grad():
-            return run(given, policy)
+            return run(given, policy, distributed)
     # Asked here, since a call that goes the short way has plain tensors.
     if not type(given.query) is type(given.key) is type(given.value) is Tensor and holds_dtensors(given):
         from attnroute.distributed import dtensors
 
-        return dtensors.run(given, lambda local: repeats.run(*apart(local)) or run(local), _decision_of)
+        return dtensors.run(given, _run_part, _decision_of_part)
     problem = take(given)
+    problem.distributed = distributed
     stands_alone = functional.scaled_dot_product_attention is torchs.STOCK
     policy_of = call_policy if stands_alone else torchs.call_policy_inside
     policy = policy or policy_of(given.backend, given.prefer)

@@ -52,6 +52,7 @@ def key_of(problem: Problem, policy: Policy) -> RouteKey:
         trains,
         problem.transform,
         problem.dispatch_mode,
+        problem.distributed,
         None if problem.mask is None else _mask_key(problem.mask, problem, policy),
         None if problem.bias is None else _tensor_key(problem.bias),
         None if given.sink is None else _tensor_key(given.sink),

@@ -181,6 +181,7 @@ class RouteKey(NamedTuple):
         trains_inputs: Query, key or value get one.
         transform: The functorch transform around the call.
         dispatch_mode: A TorchDispatchMode is active.
+        distributed: Its place among the calls of several ranks.
         mask: What the mask says of itself: kinds and sizes, no values.
         bias: Dtype, shape, strides, alignment and gradient of the bias.
         sink: The same.
@@ -202,6 +203,7 @@ class RouteKey(NamedTuple):
     trains_inputs: bool
     transform: str | None
     dispatch_mode: bool
+    distributed: Distributed | None
     mask: object
     bias: object
     sink: object

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from attnroute.api import checkpoint, lengths, lowering, packed, routes
-from attnroute.api.alike import NEW, OF_MASK, alike, apart, of_any_keys, of_form, together
+from attnroute.api.alike import NEW, OF_MASK, alike, among, apart, of_any_keys, of_form, together
 from attnroute.api.families import HAS_GUARDS, Family, guards_of
 from attnroute.api.keys import key_of
 from attnroute.api.records import Given, Problem
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from attnroute.executors.prepare.bound import Lower
     from attnroute.executors.protocol import Bound
     from attnroute.question.policy import Policy
+    from attnroute.vocabulary import Distributed
 
 _Kind = TypeVar("_Kind")
 _KEPT: Final = 4096
@@ -102,6 +103,7 @@ def run(
     window: Any,
     scale: Any,
     rest: tuple[Any, ...] | None,
+    distributed: Distributed | None = None,
 ) -> Output | None:
     """Run a call that repeats an earlier one; None where it does not, or goes no short way.
 
@@ -116,6 +118,7 @@ def run(
         window: As for `alike`.
         scale: As for `alike`.
         rest: As for `alike`.
+        distributed: Its place among the calls of several ranks.
     """
     if (
         # As `checkpoint.is_inside` asks.
@@ -123,6 +126,7 @@ def run(
         or _backward_pass() != -1
         or _only_deterministic()
         or routes.LISTENERS
+        or forward_ad._current_level >= 0
     ):
         return None
     if functional.scaled_dot_product_attention is not STOCK and is_around():
@@ -130,11 +134,11 @@ def run(
         return None
     try:
         place, tensors, keeper = alike(query, key, value, mask, bias, sink, is_causal, window, scale, rest)
+        if distributed is not None:
+            place = among(place, distributed)
         kept = _REPEATS.entries.get(place)
     except (AttributeError, IndexError, RuntimeError, TypeError):
         # What cannot be read or hashed is malformed, or nothing that is kept.
-        return None
-    if forward_ad._current_level >= 0:
         return None
     scope = scope_here()
     if kept is not None:
@@ -148,8 +152,7 @@ def run(
         if repeat.check(*tensors) and (
             repeat.settings is environment() if scope is None else repeat.holds_in(scope.policy)
         ):
-            bound = repeat.bound
-            if bound is not None:
+            if (bound := repeat.bound) is not None:
                 attn = mask if bias is None else bias
                 out = bound(query, key, value, attn) if sink is None else bound(query, key, value, attn, sink)
                 if out is not None:
@@ -177,6 +180,7 @@ def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
         # As for routes: what a capture or a want of memory made the choice is not for other calls.
         return
     place, tensors, keeper = alike(*apart(given))
+    place = among(place, problem.distributed)
     if place is None:
         return
     other = None
@@ -388,6 +392,7 @@ def _problem(route: Route, given: Given) -> Problem:
         (),
         given.scale,
         traced=False,
+        distributed=route.choice.call.context.distributed,
     )
     if given.layout == "thd":
         packed.pack(problem)

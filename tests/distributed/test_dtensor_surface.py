@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import attnroute
 from attnroute import masks
-from attnroute.api import sdpa
+from attnroute.api import repeats, sdpa
 from attnroute.errors import ArgumentError
 
 
@@ -148,7 +148,31 @@ def explained():
         call = attnroute.explain(query, key, key, is_causal=True).call
     except ArgumentError as refused:
         return str(refused)
+    assert call.context.distributed == "dtensor"
     return call.num_heads_q, call.num_heads_kv
+
+
+def told_apart():
+    """Run DTensors and their local tensors in turns: on the short way, and on the long one for a trace."""
+    mesh = mesh_of(2)
+    qkv = [randn(mesh, [Shard(1)], 2, 4, 8, 16) for _ in range(3)]
+    local = [tensor.to_local().clone() for tensor in qkv]
+    repeats.forget()
+    for _ in range(3):
+        attnroute.attention(*qkv)
+        attnroute.attention(*local)
+    assert len(repeats._REPEATS) == 2
+    with attnroute.trace() as seen:
+        for _ in range(3):
+            whole = attnroute.attention(*qkv)
+            part = attnroute.attention(*local)
+            torch.testing.assert_close(whole.to_local(), part, rtol=0, atol=0)
+    return sorted((call.line.endswith(" dtensor"), call.count) for call in seen.calls)
+
+
+def test_a_part_of_dtensors_is_another_kind_of_call_than_plain_tensors(two_ranks):
+    """The host has more to do for it, so its kernel may be another one."""
+    assert two_ranks.run(told_apart) == [[(False, 3), (True, 3)]] * 2
 
 
 def test_explain_speaks_of_the_call_of_this_process(four_ranks):
