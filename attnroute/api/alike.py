@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import is_
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from attnroute.masks import Causal, Dense, Mask, Window
 from attnroute.masks.kept import Keeper, known_keeper
 from attnroute.masks.layout import tensor_key
 from attnroute.masks.recognition.summary import INSPECT_THRESHOLD
-
-if TYPE_CHECKING:
-    from attnroute.vocabulary import Distributed
 
 OF_MASK: Final = 4
 """Where a place has the mask."""
@@ -215,11 +212,6 @@ def _of_mask(mask: Any, query: Tensor, key: Tensor, layout: str) -> tuple[object
     if keeper is not None:
         return keeper.token, keeper
     return (NEW if isinstance(mask, Mask) else None), None
-
-
-def among(place: Any, distributed: Distributed | None) -> Any:
-    """Return the place of a call that has one among those of several ranks."""
-    return place if place is None or distributed is None else (*place, distributed)
 
 
 def of_form(place: Any, given: Given) -> object:

@@ -74,7 +74,7 @@ def _decision_of_part(given: Given) -> Decision:
 
 def _run_part(given: Given) -> Output:
     """Run what this process computes of a call on DTensors."""
-    return repeats.run(*apart(given), _PART) or run(given, distributed=_PART)
+    return repeats.run(*apart(given), distributed=_PART) or run(given, distributed=_PART)
 
 
 def run(given: Given, policy: Policy | None = None, distributed: Distributed | None = None) -> Output:

@@ -6,8 +6,7 @@ layers, and nothing is described anew.
 
 What is compared here is all that a route depends on. Sizes, strides, dtypes, devices, gradients and types of
 tensors, and autocast, inference mode, dispatch modes and functorch's transforms, which torch keeps beside the
-dispatch keys, are compared in one call of C++, which dynamo has for its graphs. Whatever is not simple goes
-the long way.
+dispatch keys, are compared in one call of C++, which dynamo has for graphs. All else goes the long way.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from attnroute.api import checkpoint, lengths, lowering, packed, routes
-from attnroute.api.alike import NEW, OF_MASK, alike, among, apart, of_any_keys, of_form, together
+from attnroute.api.alike import NEW, OF_MASK, alike, apart, of_any_keys, of_form, together
 from attnroute.api.families import HAS_GUARDS, Family, guards_of
 from attnroute.api.keys import key_of
 from attnroute.api.records import Given, Problem
@@ -103,6 +102,7 @@ def run(
     window: Any,
     scale: Any,
     rest: tuple[Any, ...] | None,
+    *,
     distributed: Distributed | None = None,
 ) -> Output | None:
     """Run a call that repeats an earlier one; None where it does not, or goes no short way.
@@ -135,7 +135,7 @@ def run(
     try:
         place, tensors, keeper = alike(query, key, value, mask, bias, sink, is_causal, window, scale, rest)
         if distributed is not None:
-            place = among(place, distributed)
+            place = (*place, distributed)
         kept = _REPEATS.entries.get(place)
     except (AttributeError, IndexError, RuntimeError, TypeError):
         # What cannot be read or hashed is malformed, or nothing that is kept.
@@ -180,10 +180,10 @@ def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
         # As for routes: what a capture or a want of memory made the choice is not for other calls.
         return
     place, tensors, keeper = alike(*apart(given))
-    place = among(place, problem.distributed)
     if place is None:
         return
-    other = None
+    # As `run` does.
+    place, other = (*place, *filter(None, [problem.distributed])), None
     # Bands stand for themselves.
     if isinstance(given.mask, Mask) and scope is None and (keeper is not None or place[OF_MASK] is NEW):
         other = of_form(place, given)
