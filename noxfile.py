@@ -116,7 +116,7 @@ def torch_suite(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("release", ["lowest", "newest"])
 def transformers_suite(session: nox.Session, release: str) -> None:
-    """Run transformers' common tests of models with attnroute, for each of the two releases: ten minutes.
+    """Run transformers' common tests of models with attnroute; each release takes a quarter of an hour.
 
     Wheels have no tests, so these come from the source archive of the installed release. Arguments after
     `--` go to pytest.

@@ -12,7 +12,7 @@ from attnroute.cli._host import probed
 from attnroute.cli._parser import Parser
 from attnroute.errors import ArgumentError
 from attnroute.question.line import render
-from attnroute.report.layout import WIDTH
+from attnroute.report.layout import WIDTH, size
 from attnroute.report.sentences import host_line
 from attnroute.settings import current
 from attnroute.tables.load import load
@@ -113,7 +113,26 @@ def _print_here(reports: list[Report], console: Console) -> list[str]:
         f"{right} of {len(reports)} right: output and gradients near float64, by the kernel that was named."
         " stock: scaled_dot_product_attention; gain: how many times as fast."
     )
+    for report in reports:
+        if sentence := _without_mask(report):
+            console.print(sentence, markup=False)
     return problems
+
+
+def _without_mask(report: Report) -> str:
+    """Say why a call is slower than stock, where a faster kernel would need a mask of every query and key."""
+    decision, selected = report.decision, report.decision.selected
+    if report.stock.failure or selected is None or report.ours.milliseconds <= report.stock.milliseconds:
+        return ""
+    built = {v.backend: v.quadratic_bytes for v in decision.verdicts}
+    others = [name for name in decision.order if name in report.stock.backends and built[name]]
+    if built[selected] or not others:
+        return ""
+    mask = size(built[others[0]])
+    return (
+        f"{report.case.title}: {selected} comes first for its memory; {others[0]} needs a mask of {mask}, "
+        "four times as much at twice the length."
+    )
 
 
 def _columns(outcome: Outcome, report: Report) -> tuple[str, str, str, str]:

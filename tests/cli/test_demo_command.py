@@ -15,6 +15,7 @@ from attnroute.cli import _demo_cases, _demo_run, main
 from attnroute.cli._demo_cases import CASES, Sizes
 from attnroute.cli._demo_recorded import measured
 from attnroute.cli._demo_run import Outcome, run_case
+from attnroute.cli.demo import _without_mask
 from attnroute.question.line import render
 from attnroute.tables.load import load
 
@@ -54,6 +55,34 @@ def test_the_demo_shows_every_case_and_exits_with_0(short, capsys) -> None:
     assert "wrong:" not in shown.out
     assert shown.err == ""
     assert max(len(line.rstrip()) for line in shown.out.splitlines() if "  " in line) <= 80
+
+
+@pytest.mark.parametrize("faster", ["stock", "ours"])
+def test_a_call_that_is_slower_for_its_memory_says_so(faster) -> None:
+    """At its own size stock holds a mask with an entry for every query and key."""
+    case = next(case for case in CASES if case.title == "sliding window")
+    report = run_case(case, CPU)
+    assert (report.decision.selected, report.stock.backends) == ("chunked", ("flash",))
+    ours, stock = (2.0, 1.0) if faster == "stock" else (1.0, 2.0)
+    report = dataclasses.replace(
+        report,
+        ours=dataclasses.replace(report.ours, milliseconds=ours),
+        stock=dataclasses.replace(report.stock, milliseconds=stock),
+    )
+    said = _without_mask(report)
+    assert said == (
+        "sliding window: chunked comes first for its memory; flash needs a mask of 12 MiB, "
+        "four times as much at twice the length."
+        if faster == "stock"
+        else ""
+    )
+
+
+def test_a_call_that_builds_its_mask_too_says_nothing_of_memory() -> None:
+    case = next(case for case in CASES if case.title == "causal mask tensor")
+    report = run_case(shrunk(case), CPU)
+    slower = dataclasses.replace(report.ours, milliseconds=2 * report.stock.milliseconds + 1)
+    assert _without_mask(dataclasses.replace(report, ours=slower)) == ""
 
 
 def test_the_demo_is_quiet_in_a_process_of_its_own() -> None:

@@ -1,8 +1,10 @@
-"""Leaves out the tests that `excluded.toml` lists, and prints their number with the reason of each entry."""
+"""Leaves out the tests that `excluded.toml` lists; prints how many were left out or skipped, and why."""
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 
 EXCLUDED = tomllib.loads((Path(__file__).parent / "excluded.toml").read_text(encoding="utf-8"))["excluded"]
 COUNTS = pytest.StashKey[list[int]]()
+MODEL = re.compile(r"<class '[\w.]+'>|\b[A-Z]\w*(?:Model|LM|For[A-Z]\w+)\b")
+"""Names of model classes."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,7 +37,17 @@ def _entry_of(item: pytest.Item) -> int | None:
     return None
 
 
+def _reason_of(report: pytest.TestReport) -> str:
+    """Return why a test was skipped, the same text for every model."""
+    said = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return MODEL.sub("the model", said.removeprefix("Skipped: "))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reasons = Counter(_reason_of(report) for report in terminalreporter.stats.get("skipped", []))
+    terminalreporter.section(f"skipped by transformers: {sum(reasons.values())}")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:>4}  {reason}")
     counts = config.stash.get(COUNTS, [])
     terminalreporter.section(f"excluded: {sum(counts)}")
     for count, entry in zip(counts, EXCLUDED, strict=False):
