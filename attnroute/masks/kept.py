@@ -57,7 +57,8 @@ class Keeper:
         """Return whether these are its tensors, unchanged, private and in no CUDA graph that is captured."""
         if len(tensors) != len(self._marks):
             return False
-        for mark, tensor in zip(self._marks, tensors, strict=True):
+        # Every call with a mask waits for this, and `strict` would take time once more for the lengths.
+        for mark, tensor in zip(self._marks, tensors):  # noqa: B905
             if not mark.fits_privately(tensor) or is_capturing(tensor):
                 return False
         return True
@@ -142,14 +143,16 @@ def known_keeper(owner: Any) -> Keeper | None:
 
     The short way of warm calls waits for it. Who asks makes sure that nothing traces or transforms.
     """
+    # Whether an object is a tensor takes long to ask, and what holds a keeper is none.
+    found: Keeper | None = None if type(owner) is Tensor else vars(owner).get(KEEPER)
+    if found is not None:
+        return found if found.is_usable(getattr(owner, "tensors", ())) else None
     if isinstance(owner, Tensor):
         for place in places_of(owner):
             keeper = _OF_TENSORS.get(place)
             if keeper is not None and keeper.is_usable((owner,)):
                 return keeper
-        return None
-    found: Keeper | None = vars(owner).get(KEEPER)
-    return found if found is not None and found.is_usable(getattr(owner, "tensors", ())) else None
+    return None
 
 
 def _of_tensor(tensor: Tensor, views: int) -> Keeper:
