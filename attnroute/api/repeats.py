@@ -5,8 +5,8 @@ is, repeats one too, where its class of that number or its form of a mask was se
 layers, and nothing is described anew.
 
 What is compared here is all that a route depends on. Sizes, strides, dtypes, devices, gradients and types of
-tensors, and autocast, inference mode, dispatch modes and functorch's transforms, which torch keeps beside the
-dispatch keys, are compared in one call of C++, which dynamo has for graphs. All else goes the long way.
+tensors, and autocast, inference mode and functorch's transforms, which torch keeps beside the dispatch keys,
+are compared in one call of C++, which dynamo has for its graphs. All else goes the long way.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ _VARIANTS: Final = 8
 STEPS_IN_A_ROW: Final = 4
 """After calls of one shape in a row that make so many steps of a model, they are none: the shape stays."""
 _saved_tensors_hooks, _backward_pass = checkpoint.saved_tensors_hooks, checkpoint.backward_pass
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _only_deterministic = torch._C._get_deterministic_algorithms
 
 
@@ -121,16 +122,16 @@ def run(
         distributed: Its place among the calls of several ranks.
     """
     if (
-        # As `checkpoint.is_inside` asks.
         _saved_tensors_hooks(False) is not None
         or _backward_pass() != -1
+        # The check in C++ sees them too, but torch warns where the address of a tracer's tensor is read.
+        or _count_dispatch_modes()
         or _only_deterministic()
         or routes.LISTENERS
         or forward_ad._current_level >= 0
-    ):
-        return None
-    if functional.scaled_dot_product_attention is not STOCK and is_around():
         # The same call outside of torch's block attends to other keys.
+        or (functional.scaled_dot_product_attention is not STOCK and is_around())
+    ):
         return None
     try:
         place, tensors, keeper = alike(query, key, value, mask, bias, sink, is_causal, window, scale, rest)
@@ -182,8 +183,7 @@ def keep(given: Given, problem: Problem, route: Route, key: RouteKey) -> None:
     place, tensors, keeper = alike(*apart(given))
     if place is None:
         return
-    # As `run` does.
-    place, other = (*place, *filter(None, [problem.distributed])), None
+    place, other = (*place, *filter(None, [problem.distributed])), None  # As `run` does.
     # Bands stand for themselves.
     if isinstance(given.mask, Mask) and scope is None and (keeper is not None or place[OF_MASK] is NEW):
         other = of_form(place, given)

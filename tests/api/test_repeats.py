@@ -12,6 +12,7 @@ import torch
 from support.reference import TOLERANCE, attend, error
 from support.spy import profiled
 from support.variations import CALLS, EAGER_FACTS, tensors
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -201,6 +202,14 @@ def test_a_default_that_is_stated_makes_no_other_call(same, ways):
     for stated in ({}, same, {}, same):
         attnroute.attention(*tensors(), **stated)
     assert ways == ["long", *["short"] * 3]
+
+
+def test_no_address_of_a_tensor_of_a_tracer_is_read(ways):
+    """torch warns of that, and such warnings are errors here."""
+    with FakeTensorMode() as mode:
+        for _ in range(3):
+            attnroute.attention(*map(mode.from_tensor, tensors()))
+    assert ways == ["long"] * 3
 
 
 def test_determinism_and_transforms_take_a_call_off_the_short_way(ways):
