@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from attnroute.api.records import RouteKey
 from attnroute.engine.rounding import FEW
 from attnroute.masks import KeyPadding, Mask
 from attnroute.masks.tracing import is_capturing
@@ -14,8 +15,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnroute.api.records import Problem, RouteKey
+    from attnroute.api.records import Problem
 
+_at = RouteKey._fields.index  # By name, as fields are added.
+_KIND: Final = slice(_at("dtypes"), _at("mask"))
+_NUMBERS: Final = slice(_at("trains_function"), _at("types"))
+_BESIDE_MASK: Final = slice(_at("bias"), None)
 _DIMS: Final = 4
 _FLAG_DIMS: Final = 2
 _SHORTEST: Final = 2
@@ -87,7 +92,7 @@ def _family(problem: Problem, key: RouteKey) -> tuple[Hashable, int] | None:
     kinds = tuple(map(type, mask.nodes)) if isinstance(mask, Mask) else type(mask)
     has = (key.bias is None, key.sink is None, key.alibi_slopes is None)
     sizes = (heads, heads_kv, head_dim, head_dim_v, min(seqlen_q, FEW + 1))
-    family = (sizes, kinds, has, key[2:8], key[12:16])
+    family = (sizes, kinds, has, key[_KIND], key[_NUMBERS])
     return family, VARIED_FEW if seqlen_q <= FEW else VARIED
 
 
@@ -121,7 +126,7 @@ def place_of(problem: Problem, key: RouteKey) -> object:
         padding = kind_of_padding(mask)
     (batch, heads, _, head_dim), (batch_v, heads_v, _, head_dim_v) = keys.shape, values.shape
     sizes = (key.shapes[0], batch, heads, head_dim, batch_v, heads_v, head_dim_v)
-    return (sizes, key.memory[0], key.memory[-1], padding, key[2:8], key[9:])
+    return (sizes, key.memory[0], key.memory[-1], padding, key[_KIND], key[_BESIDE_MASK])
 
 
 def is_padding(mask: object, keys: Tensor) -> bool:
