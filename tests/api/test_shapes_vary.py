@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnroute
 from attnroute.api import lengths, repeats, routes
-from attnroute.api.records import Problem
+from attnroute.api.records import Problem, RouteKey
 from attnroute.engine.decide import decide, explain_why_not
 from attnroute.masks import KeyPadding
 from attnroute.memory import Memory, reset
@@ -286,3 +286,13 @@ def test_where_a_plan_would_win_nothing_calls_are_not_counted():
         for n in (300, 301, 302):
             step(n)
     assert [r.choice.repaid_after for r in routes._ROUTES.values() if r.choice.policy.ban] == [None] * 3
+
+
+def test_a_family_is_told_by_fields_that_are_named():
+    """A key that gets another field must not move what a family reads of it."""
+    around, settings = RouteKey._fields[lengths._KIND], RouteKey._fields[lengths._NUMBERS]
+    assert around[0] == "dtypes"
+    assert {"devices", "training", "transform", "dispatch_mode", "distributed"} <= {*around}
+    assert settings == ("trains_function", "scale", "deterministic", "arguments")
+    assert "mask" not in {*around, *settings, *RouteKey._fields[lengths._BESIDE_MASK]}
+    assert {"bias", "sink", "policy"} <= {*RouteKey._fields[lengths._BESIDE_MASK]}
