@@ -139,6 +139,16 @@ def _demo_call(record: Record) -> dict[str, Any]:
     }
 
 
+def host_times() -> dict[str, Any]:
+    """Return the result of `host_times.py`."""
+    return load("h200-torch2.11-host-times")
+
+
+def package_host() -> dict[str, Any]:
+    """Return the result of `package_host.py`."""
+    return load("h200-torch2.11-package-host")
+
+
 def models() -> dict[str, dict[str, Any]]:
     """Return the results of `models.py` by file."""
     return {path.stem: load(path.stem) for path in sorted(RESULTS.glob("*-whole-models*.json"))}

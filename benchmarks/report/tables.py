@@ -199,6 +199,37 @@ def _models() -> str:
     return "\n\n".join(found) or "Not measured with this version yet."
 
 
+def _said(environment: dict[str, str]) -> str:
+    return ", ".join(f"{name} {environment[name]}" for name in ("card", "torch", "date", "commit"))
+
+
+def _hosts() -> str:
+    """Return the host times of tiny calls beside stock, in microseconds."""
+    results, lines = data.host_times(), []
+    for name, row in results["us"].items():
+        stock, ours = row["stock"], row["attention"]
+        over = f"{ours['median'] - stock['median']:+.1f} ({ours['least'] - stock['least']:+.1f})"
+        same = next((its for run, its in row.items() if run.startswith("stock, ")), None)
+        beside = "" if same is None else f"{ours['median'] - same['median']:+.1f}"
+        lines.append((name, f"{stock['median']:.1f}", f"{ours['median']:.1f}", over, beside))
+    head = ("call", "stock", "attention()", "over stock (least)", "over stock, sink as a key")
+    return f"{_said(results['environment'])}.\n\n{table(head, lines)}"
+
+
+def _packages() -> str:
+    """Return the host times of packages' calls over those of their own functions by hand."""
+    results, lines = data.package_host(), []
+    for backend, cases in results["backends"].items():
+        for name, case in cases.items():
+            host, hand = case["host_us"], case["host_us"]["by_hand"]
+            alone = host.get("attention_one_thread")
+            ratios = ["" if us is None else f"{us / hand:.2f}" for us in (host["attention"], alone)]
+            device = case["device_ms"]["attention"] / case["device_ms"]["by_hand"]
+            lines.append((f"`{backend}`", name, f"{hand:.0f}", *ratios, f"{device:.2f}"))
+    head = ("backend", "call", "by hand, us", "attention()", "in one thread", "device")
+    return f"{_said(results['environment'])}.\n\n{table(head, lines, left=2)}"
+
+
 def _replay() -> str:
     lines = []
     for packages in get_args(Packages):
@@ -285,6 +316,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "kinds": _kinds,
     "calls": _calls,
     "models": _models,
+    "hosts": _hosts,
+    "packages": _packages,
     "replay": _replay,
     "public": _public,
     "files": _files,
