@@ -68,7 +68,7 @@ def test_what_torch_refuses_is_refused(changes):
     [
         {"mask": ({"kind": "dense", "shape": [512, 512]},)},
         {"bias": {"kind": "dense", "dtype": "bfloat16", "shape": [512, 512]}},
-        {"context": {"distributed": "dtensor"}},
+        {"context": {"distributed": "context_parallel"}},
     ],
     ids=str,
 )
